@@ -29,7 +29,7 @@ def page() -> str:
     ]
     lines += _table("top level", config.Config)
     lines += _table("[tasks.NAME]", config.TaskConfig)
-    lines += _table("[tasks.NAME.source]", config.SourceConfig)
+    lines += _table("[tasks.NAME.data_options]", config.RowOptions)
     for field in attrs.fields(attrs.resolve_types(config.Config)):
         if attrs.has(field.type):
             lines += _table(f"[{field.name}]", field.type)

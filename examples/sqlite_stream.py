@@ -1,9 +1,9 @@
 """Stream a table of SQLite to a task, by ``torchdata.nodes``.
 
-    grpo-core check examples/sqlite_stream.py:questions --set source.prompt=word --set source.answer=sorted
+    grpo-core check examples/sqlite_stream.py:questions --set data_options.prompt=word
 
 The configuration of a task that uses it is in docs/contracts/dataloader.md.  The table is made in a
-temporary file the first time; ``dataloader_options = { path = "questions.db" }`` names another one.
+temporary file the first time; ``data_options = { path = "questions.db" }`` names another one.
 """
 
 import random

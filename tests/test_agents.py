@@ -453,9 +453,7 @@ def test_clients_that_know_nothing_of_us_are_trained(env, turns, tmp_path):
                 "rollout.max_tokens": 4, "validation.every": 0,
                 "model.options.warm_start_steps": 5}  # fmt: skip
     if env.startswith("agent"):
-        (tmp_path / "config.toml").write_text(
-            '[tasks.t]\nenv = "agent:sh ./curl.sh"\nsource.path = "rows.jsonl"\n'
-        )
+        (tmp_path / "config.toml").write_text('[tasks.t]\nenv = "agent:sh ./curl.sh"\ndata = "rows.jsonl"\n')
     task = ["config.toml"] if env.startswith("agent") else ["--env", env]
     chosen = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     command = [GRPO, "train", *task, *chosen, "--output", "run"]

@@ -40,7 +40,7 @@ from test_buffer import fill
 
 from grpo_core.contracts.errors import PluginError
 from grpo_core.contracts.records import SampleRequest
-from grpo_core.data.loaders import TaskLoader
+from grpo_core.data.loaders import IndexedLoader
 from grpo_core.data.samplers import RoundRobin, checked_sample
 from grpo_core.loop.buffer import Buffer
 from grpo_core.testing import MemoryLoader, prompts
@@ -238,4 +238,4 @@ def test_the_sampler_is_asked_once_a_reservation_with_all_three_versions():
 
 def test_an_empty_task_is_an_error_and_no_endless_loop():
     with pytest.raises(PluginError, match="has no training prompts"):
-        TaskLoader("empty", prompts(0), seed=0).take(1)
+        IndexedLoader("empty", prompts(0), seed=0).take(1)

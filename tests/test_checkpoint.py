@@ -19,7 +19,7 @@ from grpo_core.contracts.errors import CheckpointError
 from grpo_core.contracts.incidents import reported_to
 from grpo_core.contracts.records import Group, Rollout, Segment
 from grpo_core.contracts.tokens import Tokens
-from grpo_core.data.loaders import TaskLoader
+from grpo_core.data.loaders import IndexedLoader
 from grpo_core.data.samplers import PromptStream, RoundRobin
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
@@ -339,7 +339,7 @@ def test_every_field_of_a_ready_group_survives_its_checkpoint(tmp_path_factory, 
 
 
 def tasks(*names):
-    return {task: TaskLoader(task, prompts(20, task), seed=0) for task in names}
+    return {task: IndexedLoader(task, prompts(20, task), seed=0) for task in names}
 
 
 def a_cut(tmp_path, *names, unfinished=()):

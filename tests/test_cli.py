@@ -375,12 +375,12 @@ def test_a_task_with_training_data_only_is_told_what_to_set(here):
         "import grpo_core as grpo\nclass Judge(grpo.Environment):\n"
         "    def evaluate(self, episodes):\n        return [0.0 for _ in episodes]\n"
     )
-    only = ["--env", "./judge.py:Judge", *SMALL, "--set", "tasks.judge.source.path=rows.jsonl"]
+    only = ["--env", "./judge.py:Judge", *SMALL, "--set", "tasks.judge.data=rows.jsonl"]
     message = refused(here, "train", *only)
     assert message.startswith(
-        "grpo-core: task 'judge': it has no held-out prompts: source.path has training prompts only, and its "
-        "environment offers none. Set tasks.judge.source.validation_path (or validation_split, for a data "
-        "set), or validation.every=0. ("
+        "grpo-core: task 'judge': it has no held-out prompts: its data 'rows.jsonl' "
+        "has training prompts only, and its environment offers none. Set tasks.judge.validation_data, or "
+        "validation.every=0. ("
     )
     assert "Judge does not define prompts(split)" in message
 
@@ -401,9 +401,9 @@ def test_a_task_without_prompts_is_told_so(here):
 @pytest.mark.long
 def test_a_field_of_answers_that_no_row_has_ends_the_start(here):
     (here / "rows.jsonl").write_text('{"prompt": "1+1=", "gold": "2"}\n')
-    message = refused(here, "train", *SORT, "--set", "tasks.sort.source.path=rows.jsonl",
-                      "--set", "tasks.sort.source.answer=answr")  # fmt: skip
-    assert "no row has a value in the field 'answr', which source.answer names" in message
+    message = refused(here, "train", *SORT, "--set", "tasks.sort.data=rows.jsonl",
+                      "--set", "tasks.sort.data_options.answer=answr")  # fmt: skip
+    assert "no row has a value in 'answr', which data_options.answer names" in message
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import tomllib
 from itertools import islice
 
 import pytest
@@ -12,13 +13,11 @@ import torchdata.nodes
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from grpo_core.app.parts import check_dataloaders
-from grpo_core.app.preflight import check_dataloader as refuse
-from grpo_core.config import Config, SourceConfig, TaskConfig, TrainerConfig, build
+from grpo_core.app.data import check_data, open_held_out, open_loader
+from grpo_core.app.parts import check_loaders
+from grpo_core.config import Config, RowOptions, TrainerConfig, build
 from grpo_core.contracts.errors import CheckpointError, ConfigError, GrpoError, PluginError
 from grpo_core.contracts.records import Prompt, SampleRequest
-from grpo_core.data.dataloaders import Dataloader
-from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.rows import readable
 from grpo_core.data.samplers import Mix, PromptStream
 from grpo_core.data.states import from_safetensors, packed, to_safetensors, unpacked
@@ -36,15 +35,15 @@ def row(i):
 class Counted:
     """Rows that are computed when they are read, which are counted."""
 
-    def __init__(self, n):
-        self.n, self.read = n, 0
+    def __init__(self, n, **more):
+        self.n, self.read, self.more = n, 0, more
 
     def __len__(self):
         return self.n
 
     def __getitem__(self, i):
         self.read += 1
-        return row(i)
+        return row(i) | self.more
 
 
 class MapStyle(Dataset):
@@ -98,27 +97,47 @@ FORMS = {
 }
 
 
+class Opened:
+    """A loader that is asked from outside of an event loop."""
+
+    def __init__(self, runner, loader):
+        self.runner, self.loader = runner, loader
+
+    def take(self, n):
+        self.runner.run(self.loader.first(n))
+        return self.loader.take(n)
+
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+
+
 @pytest.fixture
-def opened():
-    """Makes dataloaders, which are closed at the end."""
+def runner():
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture
+def opened(runner):
+    """Makes loaders, which are closed at the end."""
     made = []
 
-    def make(rows, *, task="t", name="mine:rows", deadline=20.0, workers=0, adopt=None, **source):
-        dataloader = Dataloader(
+    def make(rows, *, task="t", name="mine:rows", deadline=20.0, convert=None, **options):
+        opening = open_loader(
             task,
             name,
             lambda split: rows() if callable(rows) else rows,
-            SourceConfig(**source, workers=workers),
+            RowOptions(**options),
             seed=3,
             deadline=deadline,
-            adopt=adopt,
+            convert=convert,
         )
-        made.append(dataloader)
-        return dataloader
+        made.append(Opened(runner, runner.run(opening)))
+        return made[-1]
 
     yield make
-    for dataloader in made:
-        dataloader.close()
+    for loader in made:
+        loader.close()
 
 
 def texts(prompts):
@@ -157,7 +176,7 @@ def test_a_billion_rows_are_read_when_they_are_needed(opened):
     rows = Counted(10**9)
     dataloader = opened(rows)
     assert len({prompt.id for prompt in dataloader.take(10)}) == 10
-    assert dataloader.size == len(dataloader) == 10**9
+    assert dataloader.size == len(dataloader.loader) == 10**9
     dataloader.take(10)
     dataloader.state_dict()
     assert rows.read <= 30, "as many as were taken, and as many ahead"
@@ -168,35 +187,21 @@ def test_a_stream_without_ids_numbers_its_rows_through_all_epochs(opened):
     assert [prompt.id for prompt in dataloader.take(5)] == list("01234")
 
 
-def test_rows_that_where_leaves_out_or_that_do_not_fit_are_passed_over(opened):
-    dataloader = opened(Own, where="level != 1")
-    dataloader.keep(lambda prompt: prompt.id != "r3")
-    assert [prompt.id for prompt in dataloader.take(4)] == ["r0", "r2", "r5", "r6"]
+def test_prompts_of_the_look_ahead_that_do_not_fit_are_left_out(opened):
+    loader = opened(Own)
+    loader.runner.run(loader.first(3))
+    loader.keep(lambda prompt: prompt.id != "r1")
+    assert [prompt.id for prompt in loader.take(3)] == ["r0", "r2", "r3"]
+    assert loader.left_out == 1
 
 
-def test_prompts_of_the_look_ahead_that_do_not_fit_are_passed_over(opened):
-    dataloader = opened(Own)
+def test_an_environment_makes_the_prompts_of_rows(opened):
+    async def convert(rows):
+        return [Prompt(messages=f"level {row['level']}", id=row["id"], environment="t") for row in rows]
 
-    async def story():
-        await dataloader.first(3)
-        dataloader.keep(lambda prompt: prompt.id != "r1")
-
-    asyncio.run(story())
-    assert [prompt.id for prompt in dataloader.take(3)] == ["r0", "r2", "r3"]
-
-
-def test_an_environment_makes_prompts_of_those_of_the_rows(opened):
-    async def story():
-        dataloader = opened(Own, adopt=adopt)
-        return await dataloader.first(2)
-
-    async def adopt(prompts):
-        return [Prompt(messages="new", id=prompt.id, environment="t") for prompt in prompts]
-
-    assert [(prompt.id, texts([prompt])) for prompt in asyncio.run(story())] == [
-        ("r0", ["new"]),
-        ("r1", ["new"]),
-    ]
+    for form in (Own, FORMS["a list"], MapStyle):
+        loader = opened(form, convert=convert)
+        assert {text[:6] for text in texts(loader.take(2))} == {"level "}
 
 
 # ---------------------------------------------------------------------------------- waiting
@@ -210,17 +215,18 @@ def test_a_slow_dataloader_never_holds_up_the_event_loop(opened):
             go.wait()
             return super().__iter__()
 
+    loader = opened(Slow)
+
     async def story():
-        dataloader = opened(Slow)
         changed = asyncio.Event()
-        assert not dataloader.ready(2, changed.set)
+        assert not loader.ready(2, changed.set)
         go.set()
-        while not dataloader.ready(2, changed.set):
+        while not loader.ready(2, changed.set):
             await changed.wait()
             changed.clear()
-        return dataloader.take(2)
+        return loader.loader.take(2)
 
-    assert [prompt.id for prompt in asyncio.run(story())] == ["r0", "r1"]
+    assert [prompt.id for prompt in loader.runner.run(story())] == ["r0", "r1"]
 
 
 @pytest.mark.parametrize("hangs", ["made", "read"])
@@ -237,12 +243,8 @@ def test_a_dataloader_that_hangs_ends_the_run_with_a_message(opened, hangs):
             never.wait()
         return Hangs()
 
-    dataloader = opened(make, deadline=0.2)
-    told = "it is not made yet" if hangs == "made" else "it has read 3 rows"
-    with pytest.raises(
-        PluginError, match=rf"'mine:rows' gave no prompt within 0.2 s .*start_deadline\); {told}"
-    ):
-        asyncio.run(dataloader.first(4))
+    with pytest.raises(PluginError, match=r"'mine:rows' gave no .* within 0.2 s .*start_deadline\)"):
+        opened(make, deadline=0.2).take(4)
     never.set()
 
 
@@ -250,18 +252,23 @@ def test_a_dataloader_that_raises_is_named_with_the_error(opened):
     def fails():
         raise OSError("no such table")
 
-    dataloader = opened(fails)
-    message = (
-        r"task 't': dataloader 'mine:rows': it raised test_dataloaders.py:\d+ in fails: OSError: no such"
-    )
-    with pytest.raises(PluginError, match=message):
-        asyncio.run(dataloader.first(1))
-    with pytest.raises(PluginError, match="no such table"):
-        dataloader.take(1)
+    with pytest.raises(PluginError, match=r"task 't': dataloader 'mine:rows': it raised OSError: no such"):
+        opened(fails)
+
+    class Fails(Own):
+        def __iter__(self):
+            yield row(0)
+            raise OSError("no such table")
+
+    loader = opened(Fails)
+    assert [prompt.id for prompt in loader.take(1)] == ["r0"]
+    for _ in range(2):
+        with pytest.raises(PluginError, match="it raised OSError: no such table"):
+            loader.take(1)
 
 
-def test_all_streams_are_ready_before_anything_is_drawn(opened):
-    loaders = {task: opened(Own, task=task) for task in "ab"}
+def test_all_streams_are_ready_before_anything_is_drawn(opened, runner):
+    loaders = {task: opened(Own, task=task).loader for task in "ab"}
     stream = PromptStream(sampler=Mix(), loaders=loaders, name="mix")
     request = SampleRequest(generation_version=0, target_version=0, current_version=0, expected_prompts=6)
 
@@ -272,7 +279,7 @@ def test_all_streams_are_ready_before_anything_is_drawn(opened):
             changed.clear()
         return stream.draw(request)
 
-    assert len(asyncio.run(story())) == 6
+    assert len(runner.run(story())) == 6
 
 
 def test_a_buffer_knows_how_many_prompts_it_will_ask_for():
@@ -293,31 +300,26 @@ def test_a_buffer_knows_how_many_prompts_it_will_ask_for():
     [
         (
             lambda: (row(i) for i in range(9)),
-            r"a generator, without state_dict and load_state_dict: .*Iter",
+            r"a generator, without state_dict and load_state_dict: .*exact = false",
         ),
         (
             lambda: DataLoader(MapStyle()),
             "without state_dict .*: torchdata.*StatefulDataLoader takes",
         ),
         (lambda: {"a": 1}, "of type dict; expected a sequence, a torch Dataset"),
-        (lambda: None, "it is None, of type NoneType; expected"),
+        (lambda: None, "it is None for 'train'; expected rows"),
         (lambda: "rows.jsonl", "of type str; expected"),
         (list, "it has no rows"),
         (lambda: Own(0), "it ended without a row"),
         (lambda: [3], r"row 1 is 3 of type int, expected a Prompt or a mapping"),
         (lambda: StatefulDataLoader([row(1)], collate_fn=list), "row 1 is .* of type list.*batch_size=None"),
         (lambda: [{"text": "a"}], "dataloader 'mine:rows', row 1: has no field 'prompt' or 'messages'"),
-        (lambda: [Prompt(messages="a", answer=object())], r"row 1\['answer'\] is <object.*no checkpoint can"),
+        (lambda: Counted(1, answer=object()), r"row 1\['answer'\] is <object.*no checkpoint can"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_the_reason(opened, rows, message):
     with pytest.raises(GrpoError, match=message):
         opened(rows).take(1)
-
-
-def test_workers_read_rows_by_index_alone(opened):
-    with pytest.raises(ConfigError, match=r"tasks.t.source.workers = 2 reads rows by index, and this is"):
-        opened(Own, workers=2).take(1)
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's call
@@ -334,14 +336,16 @@ def test_workers_are_started_by_a_server_and_import_their_data_set(tmp_path):
 
 def test_a_stream_has_no_length_and_no_places(opened):
     stream, sized = opened(Own), opened(FORMS["a list"])
-    stream.take(1)
-    with pytest.raises(PluginError, match="does not know its number of rows"):
-        len(stream)
-    with pytest.raises(PluginError, match="is a stream, and the sampler selects prompts by index"):
-        stream.offer(1)
-    places = sized.offer(3)
-    sized.pass_over(places[1], "too easy")
-    assert texts(sized.prompts_at([places[0], places[2]])) == [f"{places[0]}=", f"{places[2]}="]
+    (prompt,) = stream.take(1)
+    for ask in (
+        lambda: len(stream.loader),
+        lambda: stream.place(prompt),
+        lambda: stream.skip(prompt, "easy"),
+    ):
+        with pytest.raises(PluginError, match="is a stream, and the sampler selects prompts by index"):
+            ask()
+    (prompt,) = sized.take(1)
+    assert texts([prompt]) == [f"{sized.place(prompt)}="]
 
 
 @pytest.mark.parametrize(
@@ -354,40 +358,87 @@ def test_a_stream_has_no_length_and_no_places(opened):
 def test_a_stream_is_refused_where_the_number_of_prompts_is_needed(opened, change, sampler, message):
     stream, sized = opened(Own), opened(FORMS["a list"])
     config = Config(tasks={}, trainer=TrainerConfig(**change))
-    for dataloader in (stream, sized):
-        dataloader.take(1)
-    check_dataloaders(config, {"t": sized}, sampler)
+    check_loaders(config, {"t": sized.loader}, sampler)
     with pytest.raises(ConfigError, match=message):
-        check_dataloaders(config, {"t": stream}, sampler)
+        check_loaders(config, {"t": stream.loader}, sampler)
 
 
 @pytest.mark.parametrize(
     ("task", "message"),
     [
+        ({"data_options": {"tabel": "a"}}, r"has no option 'tabel'. Did you mean 'table'\?"),
+        ({"data": "{file}:rosw"}, r"has no 'rosw'. Did you mean 'rows'\?"),
         (
-            {"source": {"path": "a.jsonl"}},
-            r"tasks.t.source.path = 'a.jsonl': the prompts come from tasks",
+            {"data": "{file}:mine"},
+            r"tasks.t: the dataloader .* has an option 'answer', which is a key",
         ),
-        ({"source": {"validation_split": "test"}}, r"tasks.t.source.validation_split = 'test'"),
-        ({"source": {"deduplicate": True}}, r"tasks.t.source.deduplicate = True"),
-        ({"dataloader_options": {"tabel": "a"}}, r"has no option 'tabel'. Did you mean 'table'\?"),
-        ({"dataloader": "{file}:rosw"}, r"has no 'rosw'. Did you mean 'rows'\?"),
+        ({"data_options": {"exact": "no"}}, r"'tasks.t.data_options.exact': expected true or false"),
+        ({"data": "none.jsonl"}, r"tasks.t.data = 'none.jsonl': there is no such file"),
+        ({"validation_data": "openai/gsm8k"}, r"tasks.t.validation_data .* is written hub:openai/gsm8k"),
     ],
 )
 def test_a_wrong_choice_is_refused_before_the_start(tmp_path, task, message):
     file = tmp_path / "mine.py"
-    file.write_text("def rows(split, table='x'):\n    return []\n")
-    given = {"env": "x", "dataloader": "{file}:rows", "dataloader_options": {"table": "a"}, **task}
-    given["dataloader"] = given["dataloader"].format(file=file)
+    file.write_text("def rows(split, table='x'):\n    return []\ndef mine(split, answer=1): ...\n")
+    given = {"env": "x", "data": "{file}:rows", **task}
+    given["data"] = given["data"].format(file=file)
     config = build([{"tasks": {"t": given}}])
     with pytest.raises(GrpoError, match=message):
-        refuse("t", config.tasks["t"], PluginHost.discover())
+        check_data("tasks.t", "t", config.tasks["t"], PluginHost.discover())
+
+
+OLD = """
+[tasks.t]
+env = "x"
+[tasks.t.source]
+path = "train.jsonl"
+validation_path = "org/held_out"
+prompt = "question"
+where = "level > 1"
+"""
+NEW = """
+[tasks.t]
+env = "x"
+data = "train.jsonl"
+validation_data = "hub:org/held_out"
+[tasks.t.data_options]
+prompt = "question"
+"""
+
+
+def test_old_keys_are_one_error_that_prints_the_new_lines():
+    with pytest.raises(ConfigError) as raised:
+        build([tomllib.loads(OLD)])
+    assert NEW in str(raised.value)
+    assert str(raised.value).count("tasks.t.source") == 1
+    assert "where" in str(raised.value).splitlines()[-1]
+    build([tomllib.loads(NEW)])
+    old = {"env": "x", "dataloader": "mine:rows", "dataloader_options": {"n": 3}}
+    with pytest.raises(ConfigError, match=r'(?s)data = "mine:rows".*\[tasks.t.data_options\]\nn = 3'):
+        build([{"tasks": {"t": old}}])
+
+
+@pytest.mark.parametrize("form", ["a list", "a torch Dataset", "an endless iterable", "a node"])
+@pytest.mark.parametrize("key", ["prompt", "answer", "id"])
+def test_a_named_field_that_no_row_has_is_refused_for_every_kind(opened, form, key):
+    with pytest.raises(
+        ConfigError, match=rf"no row has .*'missing', which data_options.{key} names; columns: id, "
+    ):
+        opened(FORMS[form], **{key: "missing"}).take(1)
+
+
+def test_held_out_rows_are_the_first_of_a_stream_and_none_if_there_are_none(runner):
+    def held_out(made):
+        return runner.run(open_held_out("t", "mine", lambda split: made, RowOptions(), 3))
+
+    assert texts(held_out(Own())) == ["0=", "1=", "2="]
+    assert held_out(None) is None
 
 
 # ---------------------------------------------------------------------------------- checkpoints
 
 
-def test_prompts_in_use_of_a_stream_come_back_from_a_checkpoint(opened, tmp_path):
+def test_prompts_in_use_of_a_stream_come_back_from_a_checkpoint(opened, runner, tmp_path):
     async def trainer(directory):
         directory.mkdir()
 
@@ -397,12 +448,14 @@ def test_prompts_in_use_of_a_stream_come_back_from_a_checkpoint(opened, tmp_path
         return written
 
     def parts():
-        loaders = {"t": opened(Own)}
+        loaders = {"t": opened(Own).loader}
         buffer: Buffer = Buffer(prompts_per_step=2, max_staleness=1, num_steps=3)
         return buffer, loaders, PromptStream(sampler=Mix(), loaders=loaders, name="mix")
 
+    buffer, loaders, stream = parts()
+
     async def story():
-        buffer, loaders, stream = parts()
+        await loaders["t"].first(4)
         buffer.assign(buffer.reserve(), loaders["t"].take(4))
         cut = checkpoint.cut(buffer, stream)
         finish = await checkpoint.begin(
@@ -415,24 +468,28 @@ def test_prompts_in_use_of_a_stream_come_back_from_a_checkpoint(opened, tmp_path
         )
         return await finish()
 
-    directory = asyncio.run(story())
+    directory = runner.run(story())
     assert checkpoint.fault(directory) is None
     buffer, loaders, stream = parts()
     assert checkpoint.restore(directory, buffer, loaders, stream) == []
     assert [buffer.reserve()[0].prompt.id for _ in range(4)] == ["r0", "r1", "r2", "r3"]
-    assert [prompt.id for prompt in loaders["t"].take(2)] == ["r4", "r5"]
+    assert [prompt.id for prompt in runner.run(loaders["t"].first(2))] == ["r4", "r5"]
 
 
 def test_a_state_of_something_else_is_refused(opened):
-    state = opened(FORMS["a list"]).state_dict()
+    state = opened(Own).state_dict()
     with pytest.raises(CheckpointError, match=r"'other:rows' is new: .* prompts came from 'mine:rows'"):
-        opened(FORMS["a list"], name="other:rows").load_state_dict(state)
-    with pytest.raises(CheckpointError, match=r"came from 'its environment or source'"):
-        opened(Own).load_state_dict(TaskLoader("t", [Prompt(messages="a", id="0")], seed=0).state_dict())
-    longer = opened(FORMS["a list"])
-    longer.take(1)
-    with pytest.raises(CheckpointError, match=r"prompts is 8, in the checkpoint 7"):
-        opened(lambda: [row(i) for i in range(8)]).load_state_dict(longer.state_dict())
+        opened(Own, name="other:rows").load_state_dict(state)
+    sized = opened(FORMS["a list"])
+    with pytest.raises(CheckpointError, match=r"came from 'other data'"):
+        opened(Own).load_state_dict(sized.state_dict())
+    sized.take(1)
+    for form in ("a list", "a torch Dataset"):
+        sized = opened(FORMS[form])
+        with pytest.raises(CheckpointError, match=r"prompts is 8, in the checkpoint 7"):
+            opened([row(i) for i in range(8)] if form == "a list" else Counted(8)).load_state_dict(
+                sized.state_dict() if form == "a list" else {**sized.state_dict()}
+            )
 
 
 def test_a_state_that_no_file_holds_is_an_error_at_once(opened):
@@ -442,10 +499,3 @@ def test_a_state_that_no_file_holds_is_an_error_at_once(opened):
 
     with pytest.raises(PluginError, match=r"state_dict\(\)\['cursor'\] is <object"):
         opened(Bad).take(1)
-
-
-def test_a_task_says_what_its_dataloader_is():
-    task = build([{"tasks": {"t": {"env": "x", "dataloader": "a:b", "dataloader_options": {"n": 1}}}}]).tasks[
-        "t"
-    ]
-    assert task == TaskConfig(env="x", dataloader="a:b", dataloader_options={"n": 1})

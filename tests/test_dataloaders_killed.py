@@ -76,9 +76,9 @@ SETTINGS = {
     "trainer.steps": STEPS, "trainer.prompts_per_step": PER_STEP, "trainer.updates_per_step": 1,
     "rollout.group_size": 2, "validation.every": 0, "checkpoint.every": 1, "pipeline.policy": "in_order",
     "model.options.warm_start_steps": 0, "sampler.name": "./words.py:Turns",
-    "tasks.words.dataloader": "./words.py:Drawn",
-    "tasks.finite.env": "./words.py:Words", "tasks.finite.dataloader": "./words.py:finite",
-    "tasks.lazy.env": "./words.py:Words", "tasks.lazy.dataloader": "./words.py:Billion",
+    "tasks.words.data": "./words.py:Drawn",
+    "tasks.finite.env": "./words.py:Words", "tasks.finite.data": "./words.py:finite",
+    "tasks.lazy.env": "./words.py:Words", "tasks.lazy.data": "./words.py:Billion",
 }  # fmt: skip
 
 
@@ -174,7 +174,7 @@ def started_with_workers(cwd):
     (cwd / "counted.py").write_text(COUNTED)
     settings = {
         **{key: value for key, value in SETTINGS.items() if not key.startswith(("tasks.", "sampler."))},
-        "tasks.words.dataloader": "./words.py:counted",
+        "tasks.words.data": "./words.py:counted",
     }
     return RunWithWorkers(cwd, environment=WITH_WORKERS, settings=settings)
 

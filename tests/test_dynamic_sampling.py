@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from grpo_core.contracts.errors import SamplingError
 from grpo_core.contracts.events import Dispatched, GroupFiltered, GroupsReady, StepEnded
 from grpo_core.contracts.records import Feedback, Group, Prompt, Rollout
-from grpo_core.data.loaders import TaskLoader
+from grpo_core.data.loaders import IndexedLoader
 from grpo_core.data.samplers import Mix, PromptStream, RoundRobin
 from grpo_core.loop import checkpoint
 from grpo_core.loop.advantages import group as group_advantages
@@ -119,7 +119,7 @@ class Run:
 
     def __init__(self, sampler, *, policy="deadline", max_staleness=1, steps=10, environment=None, extra=50):
         self.events, self.saved = [], []
-        self.loaders = {task: TaskLoader(task, prompts(200, task), seed=0) for task in TASKS}
+        self.loaders = {task: IndexedLoader(task, prompts(200, task), seed=0) for task in TASKS}
         self.sampler = sampler
         self.buffer = Buffer(prompts_per_step=4, max_staleness=max_staleness, num_steps=steps, policy=policy)
         self.trainer = FakeTrainer()

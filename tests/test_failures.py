@@ -31,7 +31,7 @@ from grpo_core.config import Config, ModelConfig, PipelineConfig, RolloutConfig,
 from grpo_core.contracts.errors import WeightSyncError
 from grpo_core.contracts.events import Dispatched, PromptSkipped, StepEnded, Synced
 from grpo_core.contracts.records import EngineSetup, Feedback, GenerationRequest, Weights
-from grpo_core.data.loaders import TaskLoader
+from grpo_core.data.loaders import IndexedLoader
 from grpo_core.demo import tiny
 from grpo_core.engines.child import ChildEngine
 from grpo_core.engines.local.engine import LocalEngine
@@ -114,7 +114,7 @@ def test_22_slow_prompts_are_trained_like_all_others_and_nothing_finished_is_thr
 @pytest.mark.long
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 9])
 def test_24_a_small_dataset_begins_again_and_never_ends_a_run(size):
-    loader = TaskLoader("task", prompts(size), seed=0)
+    loader = IndexedLoader("task", prompts(size), seed=0)
     small = Run(steps=6)
     small.pipeline.prompts.draw = lambda request: loader.take(request.expected_prompts)
     small()

@@ -9,8 +9,10 @@ import pytest
 
 from grpo_core import Environment, Prompt
 from grpo_core.app.first_look import first_look, leaks
-from grpo_core.config import EnvironmentConfig, RolloutConfig, SourceConfig, ValidationConfig
-from grpo_core.data.sources import Source
+from grpo_core.config import EnvironmentConfig, RolloutConfig, RowOptions, ValidationConfig
+from grpo_core.data.files import file as read_file
+from grpo_core.data.rows import RowReader
+from grpo_core.data.sources import ReadRows
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.testing import HostedEnvironment
 from grpo_core.text.rendering import Renderer
@@ -146,11 +148,16 @@ def test_tools_that_the_template_leaves_out_are_a_warning():
     assert looked(Tools(), letters()) == {}, "without a template, prompts describe the tools"
 
 
+def rows_of(path):
+    read = ReadRows(read_file(path, "train"), RowReader("sums", "rows", RowOptions()))
+    read.open()
+    return read
+
+
 def test_rows_without_an_answer_are_counted(tmp_path):
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2="}, {"prompt": "1+3="}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    source = Source("sums", str(tmp_path / "rows.jsonl"), SourceConfig())
-    source.open()
+    source = rows_of(tmp_path / "rows.jsonl")
     (message,) = looked(Sums(), letters(), prompts=source).values()
     assert message.startswith("task 'sums': 2 of its 3 prompts have no answer to compare a reply with")
 
@@ -193,8 +200,6 @@ def test_held_out_prompts_that_are_trained_on_are_a_warning():
 def test_the_rows_of_sources_are_compared_too(tmp_path):
     for name, texts in (("train", "abc"), ("held_out", "xyb")):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(f'{{"prompt": "{text}"}}' for text in texts))
-    train, other = (
-        Source("letters", str(tmp_path / f"{name}.jsonl"), SourceConfig()) for name in ("train", "held_out")
-    )
+    train, other = (rows_of(tmp_path / f"{name}.jsonl") for name in ("train", "held_out"))
     (message,) = leaks({"letters": train}, [held_out(other[:])]).values()
     assert "1 of the 3 held-out prompts" in message

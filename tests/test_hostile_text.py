@@ -260,7 +260,7 @@ def test_a_prompt_with_a_surrogate_is_refused_with_its_task_and_id(project):
     (project / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     message = refused(
         project, "train", "--env", "./odd.py:Words", *SMALL, "--output", "run2",
-        "--set", "tasks.words.source.path=rows.jsonl",
+        "--set", "tasks.words.data=rows.jsonl",
     )  # fmt: skip
     source = str(project / "rows.jsonl")
     assert f"task 'words': source {source!r}, row 3: prompt 'r2' has a text with the lone" in message

@@ -75,8 +75,8 @@ def checked(host: PluginHost, table: dict[str, Any]) -> None:
             r"path = \"some/model\" does nothing without a loss with a teacher \(loss\.options\.teacher",
         ),
         (
-            {"tasks": {"sort": {"dataloader_options": {"a": 1}}}},
-            r"tasks\.sort\.dataloader_options = {\"a\": 1} does nothing with tasks\.sort\.dataloader = \"\"",
+            {"tasks": {"sort": {"data_options": {"a": 1}}}},
+            r"tasks\.sort\.data_options = {\"a\": 1} does nothing with tasks\.sort\.data = \"\"",
         ),
         (
             {"tasks": {"sort": {"player_options": {"a": 1}}}},
@@ -105,14 +105,6 @@ def checked(host: PluginHost, table: dict[str, Any]) -> None:
             {"sampler": {"name": "round_robin"}, "tasks": {"sort": {"weight": 0.1}}},
             r"tasks\.sort\.weight = 0\.1 does nothing without a sampler that weighs tasks",
         ),
-        (
-            {"sampler": {"name": "learnable_prompts"}, "tasks": {"sort": {"source": {"workers": 4}}}},
-            r"source\.workers = 4 does nothing without a sampler that draws in order",
-        ),
-        (
-            {"tasks": {"sort": {"source": {"prompt": "q"}}}},
-            r"tasks\.sort\.source\.prompt = \"q\" does nothing with tasks\.sort\.source\.path = \"\"",
-        ),
         ({"validation": {"pause": True, "every": 0}}, r"validation\.pause = true does nothing without valid"),
         ({"checkpoint": {"keep_best": 3}}, r"keep_best = 3 does nothing with checkpoint\.best = \"\""),
     ],
@@ -140,7 +132,7 @@ def test_a_key_without_effect_is_refused(host: PluginHost, table: dict[str, Any]
         {"validation": {"name": "pipelined", "top_p": 0.9, "top_k": 5}},
         {"validation": {"pause": True}},
         {"engine": {"transport": "collective", "collective_ports": [29500, 29510]}},
-        {"tasks": {"sort": {"weight": 0.5, "source": {"workers": 1}}}},
+        {"tasks": {"sort": {"weight": 0.5}}},
         {"validation": {"top_p": 0.9, "sets": {"other": {"task": "sort", "name": "pass_at_k"}}}},
     ],
     ids=str,

@@ -13,11 +13,13 @@ from test_resume import QUICK
 
 from grpo_core import Prompt
 from grpo_core.app.lengths import LOOKED_AT, RunPrompts
-from grpo_core.config import EnvironmentConfig, SourceConfig, ValidationConfig
+from grpo_core.config import EnvironmentConfig, RowOptions, ValidationConfig
 from grpo_core.contracts.errors import ConfigError
-from grpo_core.data.loaders import TaskLoader
+from grpo_core.data.files import file as read_file
+from grpo_core.data.loaders import IndexedLoader
+from grpo_core.data.rows import RowReader
 from grpo_core.data.sizes import UNBOUNDED, size
-from grpo_core.data.sources import Source
+from grpo_core.data.sources import ReadRows
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.testing import HostedEnvironment
 from grpo_core.text.rendering import Renderer
@@ -133,7 +135,8 @@ def test_a_source_without_its_long_rows_is_another_source(tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
     def opened():
-        source = Source("sums", str(tmp_path / "rows.jsonl"), SourceConfig())
+        rows = read_file(tmp_path / "rows.jsonl", "train")
+        source = ReadRows(rows, RowReader("sums", "rows", RowOptions()))
         source.open()
         return source
 
@@ -142,7 +145,7 @@ def test_a_source_without_its_long_rows_is_another_source(tmp_path):
     assert list(told) == ["prompts_left_out/sums", "held_out_left_out/sums"]
     assert list(left.digests) == [whole.digests[place] for place in (0, 2, 3)]
     assert list(left.sizes) == [whole.sizes[place] for place in (0, 2, 3)]
-    same, *others = (TaskLoader("sums", each, seed=0).state_dict() for each in (left, left, whole))
+    same, *others = (IndexedLoader("sums", each, seed=0).state_dict() for each in (left, left, whole))
     assert same == others[0] != others[1], "a run cannot go on with the others"
 
 

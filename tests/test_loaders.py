@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from grpo_core.contracts.errors import CheckpointError, PluginError
 from grpo_core.contracts.protocols import Loader
 from grpo_core.contracts.records import Prompt
-from grpo_core.data.loaders import TaskLoader
+from grpo_core.data.loaders import IndexedLoader
 
 
 def prompts(n, task="a"):
@@ -28,7 +28,7 @@ def through_json(state):
 
 
 def test_each_epoch_is_every_prompt_once_in_another_order():
-    loader = TaskLoader("a", prompts(50), seed=1)
+    loader = IndexedLoader("a", prompts(50), seed=1)
     epochs = [ids(loader.take(50)) for _ in range(3)]
     assert all(sorted(epoch, key=int) == [str(i) for i in range(50)] for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
@@ -37,7 +37,7 @@ def test_each_epoch_is_every_prompt_once_in_another_order():
 
 def test_the_order_depends_on_seed_and_task_alone():
     def order(task, seed):
-        return ids(TaskLoader(task, prompts(50), seed=seed).take(50))
+        return ids(IndexedLoader(task, prompts(50), seed=seed).take(50))
 
     assert order("a", 1) == order("a", 1)
     assert order("a", 1) != order("a", 2)
@@ -46,14 +46,14 @@ def test_the_order_depends_on_seed_and_task_alone():
 
 @given(takes=st.lists(st.integers(0, 23), max_size=12))
 def test_how_much_is_taken_at_once_does_not_matter(takes):
-    loader, other = TaskLoader("a", prompts(7), seed=3), TaskLoader("a", prompts(7), seed=3)
+    loader, other = IndexedLoader("a", prompts(7), seed=3), IndexedLoader("a", prompts(7), seed=3)
     taken = [prompt for n in takes for prompt in loader.take(n)]
     assert [len(loader.take(n)) for n in takes] == takes
     assert taken == other.take(sum(takes))
 
 
 def test_the_epoch_is_a_number_that_grows():
-    loader = TaskLoader("a", prompts(8), seed=0)
+    loader = IndexedLoader("a", prompts(8), seed=0)
     assert (len(loader), loader.epoch) == (8, 0.0)
     loader.take(12)
     assert loader.epoch == 1.5
@@ -61,11 +61,11 @@ def test_the_epoch_is_a_number_that_grows():
 
 @given(n=st.integers(1, 9), before=st.lists(st.integers(1, 12), max_size=6), unused=st.integers(0, 20))
 def test_a_resumed_stream_continues_where_it_was(n, before, unused):
-    loader = TaskLoader("a", prompts(n), seed=5)
+    loader = IndexedLoader("a", prompts(n), seed=5)
     for take in before:
         loader.take(take)
     state = through_json(loader.state_dict())
-    resumed = TaskLoader("a", prompts(n), seed=5)
+    resumed = IndexedLoader("a", prompts(n), seed=5)
     resumed.take(unused)
     resumed.load_state_dict(state)
     assert resumed.epoch == loader.epoch
@@ -79,12 +79,12 @@ def test_drawing_leaves_the_random_numbers_of_torch_alone():
 
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    TaskLoader("a", prompts(9), seed=0).take(20)
+    IndexedLoader("a", prompts(9), seed=0).take(20)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_prompts_in_flight_are_found_by_id():
-    loader = TaskLoader("a", prompts(5), seed=0)
+    loader = IndexedLoader("a", prompts(5), seed=0)
     assert loader.prompt("3").answer == 3
     with pytest.raises(CheckpointError, match=r"task 'a': the checkpoint mentions prompt '9', which is not"):
         loader.prompt("9")
@@ -99,29 +99,29 @@ def test_prompts_in_flight_are_found_by_id():
     ],
 )
 def test_a_changed_source_is_not_resumed(changed, seed, message):
-    state = TaskLoader("a", prompts(5), seed=0).state_dict()
+    state = IndexedLoader("a", prompts(5), seed=0).state_dict()
     with pytest.raises(
         CheckpointError, match=r"task 'a': its prompts differ from the checkpoint's " + message
     ):
-        TaskLoader("a", changed, seed=seed).load_state_dict(state)
+        IndexedLoader("a", changed, seed=seed).load_state_dict(state)
 
 
 def test_a_run_resumes_after_an_answer_was_corrected():
-    state = TaskLoader("a", [Prompt(messages="1+1=", answer="3", id="0")], seed=0).state_dict()
-    TaskLoader("a", [Prompt(messages="1+1=", answer="2", id="0")], seed=0).load_state_dict(state)
+    state = IndexedLoader("a", [Prompt(messages="1+1=", answer="3", id="0")], seed=0).state_dict()
+    IndexedLoader("a", [Prompt(messages="1+1=", answer="2", id="0")], seed=0).load_state_dict(state)
 
 
 def test_a_task_without_prompts_is_an_error():
     with pytest.raises(PluginError, match="task 'a': its environment has no training prompts"):
-        TaskLoader("a", [], seed=0).take(1)
+        IndexedLoader("a", [], seed=0).take(1)
 
 
-def test_torch_is_not_imported_unless_workers_read_ahead():
+def test_torch_is_not_imported():
     code = """if True:
         import sys
-        from grpo_core.data.loaders import TaskLoader
+        from grpo_core.data.loaders import IndexedLoader
         from grpo_core.contracts.records import Prompt
-        loader = TaskLoader("a", [Prompt(messages="x", id="0")], seed=0)
+        loader = IndexedLoader("a", [Prompt(messages="x", id="0")], seed=0)
         loader.take(3)
         loader.load_state_dict(loader.state_dict())
         loader.take(1)
@@ -131,7 +131,7 @@ def test_torch_is_not_imported_unless_workers_read_ahead():
     assert told.stdout == "False\n"
 
 
-# ---------------------------------------------------------------------------------- lazy, with workers
+# ---------------------------------------------------------------------------------- lazy, pickled
 
 
 class Watched(list):
@@ -142,7 +142,7 @@ class Watched(list):
 
 
 def test_nothing_is_looked_at_before_the_first_prompt_is_taken():
-    loader = TaskLoader("a", Watched(prompts(5)), seed=0)
+    loader = IndexedLoader("a", Watched(prompts(5)), seed=0)
     loader.take(0)
     with pytest.raises(AssertionError, match="somebody looked"):
         loader.take(1)
@@ -150,61 +150,32 @@ def test_nothing_is_looked_at_before_the_first_prompt_is_taken():
 
 @pytest.mark.parametrize("taken", range(8))
 def test_a_pickled_loader_continues_where_it_was(taken):
-    loader = TaskLoader("a", prompts(3), seed=0)
+    loader = IndexedLoader("a", prompts(3), seed=0)
     loader.take(taken)
     there = pickle.loads(pickle.dumps(loader))
     assert there.state_dict() == loader.state_dict()
     assert there.take(5) == loader.take(5)
 
 
-def resumed(state, n, workers):
-    loader = TaskLoader("a", prompts(n), seed=5, workers=workers)
+def resumed(state, n):
+    loader = IndexedLoader("a", prompts(n), seed=5)
     loader.load_state_dict(through_json(state))
     return loader
 
 
-def check_every_position(n, workers, positions):
+def check_every_position(n, positions):
     """Cut there, resume, cut again at once and after one more prompt: it continues as if uncut."""
-    stream = ids(TaskLoader("a", prompts(n), seed=5).take(max(positions) + 6))
-    loader = TaskLoader("a", prompts(n), seed=5, workers=workers)
+    stream = ids(IndexedLoader("a", prompts(n), seed=5).take(max(positions) + 6))
+    loader = IndexedLoader("a", prompts(n), seed=5)
     for position in positions:
-        once = resumed(loader.state_dict(), n, workers)
-        twice = resumed(once.state_dict(), n, workers)
+        once = resumed(loader.state_dict(), n)
+        twice = resumed(once.state_dict(), n)
         assert ids(twice.take(1)) == stream[position : position + 1]
-        thrice = resumed(twice.state_dict(), n, workers)
+        thrice = resumed(twice.state_dict(), n)
         assert ids(thrice.take(4)) == stream[position + 1 : position + 5]
         assert thrice.epoch == (position + 5) / n
         assert ids(loader.take(1)) == stream[position : position + 1]
 
 
 def test_a_stream_is_resumed_at_every_position_of_two_epochs():
-    check_every_position(5, 0, range(11))
-
-
-@pytest.mark.slow
-def test_a_stream_with_workers_is_resumed_at_every_position_of_two_epochs():
-    check_every_position(3, 2, range(7))
-
-
-@pytest.mark.long
-def test_workers_read_ahead_and_change_nothing():
-    alone, helped = (TaskLoader("a", prompts(7), seed=0, workers=workers) for workers in (0, 2))
-    assert [ids(helped.take(n)) for n in (1, 9, 4)] == [ids(alone.take(n)) for n in (1, 9, 4)]
-    assert helped.state_dict() == alone.state_dict()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 1)])
-def test_a_stream_is_resumed_with_another_number_of_workers(before, after):
-    loader = TaskLoader("a", prompts(7), seed=5, workers=before)
-    taken = ids(loader.take(9))
-    assert taken + ids(resumed(loader.state_dict(), 7, after).take(5)) == ids(
-        TaskLoader("a", prompts(7), seed=5).take(14)
-    )
-
-
-def test_a_state_that_has_the_position_of_torchdata_as_well_is_resumed():
-    loader = TaskLoader("a", prompts(7), seed=5)
-    loader.take(9)
-    state = {**loader.state_dict(), "dataloader": {"_sampler_iter_yielded": 3}}
-    assert resumed(state, 7, 0).take(5) == loader.take(5)
+    check_every_position(5, range(11))

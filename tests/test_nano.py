@@ -81,7 +81,7 @@ def test_a_run_trains_the_weights_of_nano(
         {
             "seed": nano["SEED"],
             "model": {"path": str(tmp_path / "model")},
-            "tasks": {"sort": {"env": "math:sort", "dataloader": f"{tmp_path}/stream.py:prompts"}},
+            "tasks": {"sort": {"env": "math:sort", "data": f"{tmp_path}/stream.py:prompts"}},
             "trainer": {
                 "steps": STEPS,
                 "prompts_per_step": nano["PROMPTS_PER_STEP"],

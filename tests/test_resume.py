@@ -27,7 +27,7 @@ from grpo_core.config import as_table, build, merge, parse_setting, read_toml
 from grpo_core.contracts.errors import CheckpointError, ConfigError, PluginError
 from grpo_core.contracts.records import Group, Rollout, SampleRequest, Segment
 from grpo_core.contracts.tokens import Tokens
-from grpo_core.data.loaders import TaskLoader
+from grpo_core.data.loaders import IndexedLoader
 from grpo_core.data.samplers import PromptStream, RoundRobin
 from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.loop import checkpoint
@@ -286,7 +286,7 @@ def a_run(path, *, ready=0, settings=(), run=None):
     """A run with a checkpoint of step 0, in which some groups wait to be trained."""
     config = build([table(*SETTINGS, *settings)], PluginHost.discover().sections)
     directory = RunDirectory.create(path, config)
-    loaders = {"sort": TaskLoader("sort", prompts(20, "sort"), seed=0)}
+    loaders = {"sort": IndexedLoader("sort", prompts(20, "sort"), seed=0)}
     stream = PromptStream(sampler=RoundRobin(), loaders=loaders, name=config.sampler.name)
     buffer = Buffer(prompts_per_step=2, max_staleness=2, num_steps=9)
     for slot in buffer.assign(buffer.reserve(), loaders["sort"].take(6))[:ready]:
@@ -577,7 +577,7 @@ def test_a_value_of_another_type_in_a_checkpoint_is_one_error_that_names_file_an
 def test_a_changed_state_with_a_right_checksum_is_one_error(tmp_path, change):
     directory = a_run(tmp_path / "run", ready=1)
     resealed(directory / "pipeline.json", change(checkpoint.read_pipeline(directory)))
-    loaders = {"sort": TaskLoader("sort", prompts(20, "sort"), seed=0)}
+    loaders = {"sort": IndexedLoader("sort", prompts(20, "sort"), seed=0)}
     stream = PromptStream(sampler=RoundRobin(), loaders=loaders, name="mix")
     buffer = Buffer(prompts_per_step=2, max_staleness=2, num_steps=9)
     with pytest.raises(CheckpointError):
@@ -714,7 +714,7 @@ class Remembers(RoundRobin):
     ],
 )
 def test_a_sampler_that_breaks_its_contract_is_named_at_its_first_draw(sampler, message):
-    loaders = {"sort": TaskLoader("sort", prompts(20, "sort"), seed=0)}
+    loaders = {"sort": IndexedLoader("sort", prompts(20, "sort"), seed=0)}
     stream = PromptStream(sampler=sampler, loaders=loaders, name="mine")
     request = SampleRequest(generation_version=0, target_version=1, current_version=0, expected_prompts=3)
     with pytest.raises(PluginError, match=message):
@@ -723,7 +723,7 @@ def test_a_sampler_that_breaks_its_contract_is_named_at_its_first_draw(sampler, 
 
 def test_a_sampler_that_replaces_another_starts_without_its_state(tmp_path):
     directory = a_run(tmp_path / "run")
-    loaders = {"sort": TaskLoader("sort", prompts(20, "sort"), seed=0)}
+    loaders = {"sort": IndexedLoader("sort", prompts(20, "sort"), seed=0)}
     stream = PromptStream(sampler=Curriculum(), loaders=loaders, name="curriculum")
     buffer = Buffer(prompts_per_step=2, max_staleness=2, num_steps=9)
     told = checkpoint.restore(directory, buffer, loaders, stream)

@@ -167,7 +167,7 @@ NO_SECRETS = {
     "tasks.maps.env": "./models/sk-learn-models-v2-of-maps-3.py:Maps",
     "tasks.words.options.rubric": "Basic understanding of tokens? Say: user@example.com, at 10:30 @home.",
     "tasks.words.options.template": "{{ prompt }}?token={{ token }} and --password $PASSWORD",
-    "tasks.words.source.where": "token == 'a' and key != 'password'",
+    "tasks.words.data_options.template": "token: {{ token }}, key: {{ key }}",
     "model.path": "Qwen/Qwen3-0.6B",
 }
 

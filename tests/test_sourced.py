@@ -21,12 +21,12 @@ class Spell(grpo.Environment):
         self.source = source
 
     def prompts(self, split):
-        raise grpo.ConfigError("give the words with tasks.NAME.source.path")
+        raise grpo.ConfigError("give the words with tasks.NAME.data")
 
-    def from_source(self, prompt):
-        if "word" not in prompt.info:
-            raise grpo.ConfigError(f"prompt {prompt.id} has no word")
-        word = prompt.info["word"]
+    def prompt(self, row):
+        if "word" not in row:
+            raise grpo.ConfigError(f"prompt {row['id']} has no word")
+        word = row["word"]
         return grpo.Prompt(messages=f"Spell {word} of my {self.source}.", answer="-".join(word))
 
     def evaluate(self, episodes):
@@ -48,13 +48,16 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+DATA = ("--set", "data=train.jsonl")
+
+
 def ran(capsys, *arguments):
     status = make_app()([*map(str, arguments)], result_action="return_value")
     return status, capsys.readouterr().out
 
 
 def test_an_environment_is_checked_with_the_prompts_of_its_source(here, capsys):
-    status, told = ran(capsys, "check", "./spell.py:Spell", "--set", "source.path=train.jsonl")
+    status, told = ran(capsys, "check", "./spell.py:Spell", "--set", "data=train.jsonl")
     assert status == 0, told
     assert "prompts to train on: 10" in told
     assert "Spell apple of my words." in told
@@ -64,28 +67,36 @@ def test_an_environment_is_checked_with_the_prompts_of_its_source(here, capsys):
 def test_an_option_that_is_called_source_stays_one_of_the_environment(here, capsys):
     status, told = ran(capsys, "check", "./spell.py:Spell", "--set", "source=list")
     assert status == 1
-    assert "give the words with tasks.NAME.source.path" in told
+    assert "give the words with tasks.NAME.data" in told
 
 
 @pytest.mark.parametrize("command", ["check", "audit"])
 def test_a_source_that_is_wrong_ends_the_command_before_a_finding(here, capsys, command):
-    with pytest.raises(ConfigError, match=r"unknown configuration key 'source\.pth'\. Did you mean 'path'"):
-        ran(capsys, command, "./spell.py:Spell", "--set", "source.pth=train.jsonl")
+    with pytest.raises(ConfigError, match=r"has no key 'deduplicat'. Did you mean 'deduplicate'"):
+        ran(
+            capsys,
+            command,
+            "./spell.py:Spell",
+            "--set",
+            "data=train.jsonl",
+            "--set",
+            "data_options.deduplicat=1",
+        )
     with pytest.raises(ConfigError, match=r"'none\.jsonl': there is no such file"):
-        ran(capsys, command, "./spell.py:Spell", "--set", "source.path=none.jsonl")
+        ran(capsys, command, "./spell.py:Spell", "--set", "data=none.jsonl")
     assert "FAILED" not in capsys.readouterr().out
 
 
 def test_rows_that_the_environment_refuses_are_a_finding(here, capsys):
     (here / "train.jsonl").write_text('{"prompt": "Spell it."}')
-    status, told = ran(capsys, "check", "./spell.py:Spell", "--set", "source.path=train.jsonl")
+    status, told = ran(capsys, "check", "./spell.py:Spell", "--set", "data=train.jsonl")
     assert status == 1
     assert "prompt 0 has no word" in told
 
 
 @pytest.mark.long
 def test_an_audit_finds_rows_of_the_held_out_file_that_are_trained_on(here, capsys):
-    sources = ["--set", "source.path=train.jsonl", "--set", "source.validation_path=test.jsonl"]
+    sources = ["--set", "data=train.jsonl", "--set", "validation_data=test.jsonl"]
     _, told = ran(capsys, "audit", "./spell.py:Spell", *sources, "--prompts", 6, "--seconds", 20)
     assert "held-out prompts that are trained on: 1 of 5" in told
     assert "its own solutions: 6 of 6" in told
@@ -95,7 +106,7 @@ def test_rows_of_a_file_are_played_by_hand(here, capsys, monkeypatch):
     (here / "replies").write_text("a-p-p-l-e\n")
     with open(here / "replies") as replies:
         monkeypatch.setattr("sys.stdin", replies)
-        status, told = ran(capsys, "try", "./spell.py:Spell", "--set", "source.path=train.jsonl")
+        status, told = ran(capsys, "try", "./spell.py:Spell", "--set", "data=train.jsonl")
     assert status == 0
     assert "Spell apple of my words." in told
     assert "reward 1, a success" in told
@@ -105,7 +116,7 @@ def test_rows_of_a_file_are_played_by_hand(here, capsys, monkeypatch):
 def test_a_class_of_a_test_may_have_a_source(here):
     class Contract(EnvironmentContract):
         environment = "./spell.py:Spell"
-        source = {"path": "train.jsonl"}  # noqa: RUF012 - as a user writes it
+        data = {"data": "train.jsonl"}  # noqa: RUF012 - as a user writes it
 
     Contract().test_the_environment_keeps_its_contract()
 
@@ -119,7 +130,7 @@ def test_a_class_of_a_test_may_have_a_source(here):
 class Refusing(grpo.Environment):
     """An environment of a module, which another process finds by its file."""
 
-    def from_source(self, prompt):
+    def prompt(self, row):
         raise grpo.ConfigError("it has no vowel")
 
     def evaluate(self, episodes):

@@ -310,7 +310,7 @@ at_start = true
 [validation.sets.rows]
 env = "./bench.py:Held"
 env_options = { only = "rows" }
-source = { path = "rows.jsonl" }
+data = "rows.jsonl"
 every = 0
 
 [validation.sets.sort4]

@@ -7,7 +7,7 @@ import contextlib
 import gc
 import os
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -76,8 +76,10 @@ def train(
             field of its data) and returns a number, ``Feedback``, or None for a reply without a reward; an
             async one is called for 64 replies at once.  An object runs on a thread of this process: code that
             hangs cannot be killed there, as it can be if it is given by name.
-        data: prompts: a list of texts, dicts with "prompt" and "answer", or ``Prompt``, for a reward function
-            only; or the path of a file.  ``{"train": ..., "validation": ...}`` gives held-out prompts, too.
+        data: prompts of one task: a list of texts, dicts with "prompt" and "answer", or ``Prompt``; a data
+            set, a loader, or a function of the split that makes one; the path of a file, or the name of a
+            dataloader.  An endless loader is read as far as the run needs.
+            ``{"train": ..., "validation": ...}`` gives held-out prompts, too.
         listeners: functions that are called with every event (``grpo_core.events``), or trackers.  Each runs
             on a separate thread, and may be slow.
         output: directory of the run, which must be empty or new.  Default: runs/NAME.
@@ -159,8 +161,6 @@ def validate(
     Returns the metrics by task.  Raises GrpoError as ``train`` does.
     """
     _not_in_an_import()
-    if isinstance(data, Iterable) and not isinstance(data, str | os.PathLike | Mapping):
-        data = list(data)
     by_split = data if isinstance(data, Mapping) or data is None else {"train": data, "validation": data}
     with _as_arguments():
         asked = given(env, by_split, settings)

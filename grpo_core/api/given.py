@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,14 @@ from grpo_core.config import Config, read_toml
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.hookspecs import Offer
 from grpo_core.contracts.protocols import Tracker, ValidationStrategy
+from grpo_core.contracts.records import Prompt
+from grpo_core.data.positions import columns_of
 from grpo_core.data.samplers import FunctionSampler
 from grpo_core.plugins.host import PROGRAM
 from grpo_core.plugins.offers import Factory, Kind
 
-SPLITS = ("train", "validation")
+SPLITS = ("train", "validation", "test")
+"""Keys of data; "test" is another word for "validation"."""
 FUNCTIONS: Mapping[str, Kind] = {"advantage": "advantage", "loss": "loss", "optimizer": "optimizer"}
 """Sections whose value may be a function, which is called directly."""
 SHORT = {"steps": "trainer", "lr": "trainer", "prompts_per_step": "trainer"} | dict.fromkeys(
@@ -87,7 +90,7 @@ def given(env: Any, data: Any, settings: Mapping[str, Any]) -> Given:
     if data is not None and len(environments) != 1:
         raise ConfigError(
             "data is for one environment, given as env, or for functions whose rewards are added: train("
-            f"reward=[{', '.join(environments) or 'exact'}], data=rows); several tasks have their own sources"
+            f"reward=[{', '.join(environments) or 'exact'}], data=rows); several tasks name their own data"
         )
     splits = _splits(data)
     twice = [each for each in environments.values() if not isinstance(each, str | type)]
@@ -101,7 +104,7 @@ def given(env: Any, data: Any, settings: Mapping[str, Any]) -> Given:
         found.table[name] = _section(found, name, value)
     for name, value in short.items():
         found.table[SHORT[name]] = {**found.table.get(SHORT[name], {}), name: value}
-    found.holds_out = data is None or bool(splits.get("validation"))
+    found.holds_out = data is None or callable(splits.get("train")) or _has_rows(splits.get("validation"))
     return found
 
 
@@ -132,12 +135,12 @@ def _name_of(env: Any) -> str:
 def _task(found: Given, name: str, env: Any, splits: Mapping[str, Any]) -> dict[str, Any]:
     """Return the table of a task; its environment is a name or an object."""
     if isinstance(env, str):
-        return {"env": env, **_source(splits)}
+        return {"env": env, **_data(found, name, splits)}
     if isinstance(env, type) or (isinstance(env, functools.partial) and isinstance(env.func, type)):
-        return {"env": found.offer("environment", name, env), **_source(splits)}
+        return {"env": found.offer("environment", name, env), **_data(found, name, splits)}
     if any(hasattr(env, method) for method in ("evaluate", "score", "run")):
         one = Offer(lambda: env, once=True)
-        return {"env": found.offer("environment", name, one), **_source(splits)}
+        return {"env": found.offer("environment", name, one), **_data(found, name, splits)}
     if not callable(env):
         raise ConfigError(
             f"env is {type(env).__name__}; expected the name of an environment, an environment or its "
@@ -148,43 +151,92 @@ def _task(found: Given, name: str, env: Any, splits: Mapping[str, Any]) -> dict[
             f"env: {name} is a reward function, which has no prompts: give data, as in "
             'data=[{"prompt": "2+2=", "answer": "4"}], or the path of a file'
         )
-    rows = {split: given for split, given in splits.items() if not isinstance(given, str)}
-    environment = environment_of(env, name, rows)  # without a state, so that workers can share it
-    paths = {split: given for split, given in splits.items() if isinstance(given, str)}
-    return {"env": found.offer("environment", name, lambda: environment), **_source(paths)}
+    environment = environment_of(env, name)  # without a state, so that workers can share it
+    offered = found.offer("environment", name, lambda: environment)
+    return {"env": offered, **_data(found, name, splits, environment.check)}
 
 
 def _splits(data: Any) -> dict[str, Any]:
-    """Return the data by split: rows, or the path of a file as a string."""
-    by_split = data if isinstance(data, Mapping) else {"train": data} if data is not None else {}
+    """Return the data by split: an object, or the path of a file or the name of a dataloader as a string."""
+    by_split = data if isinstance(data, Mapping) else {"train": data}
+    by_split = {} if data is None else by_split
     if unknown := [split for split in by_split if split not in SPLITS]:
-        raise ConfigError(f"data has {unknown[0]!r}; expected the keys 'train' and 'validation'")
+        raise ConfigError(f"data has {unknown[0]!r}; expected the keys 'train' and 'validation' or 'test'")
+    if "test" in by_split and "validation" in by_split:
+        raise ConfigError("data has 'validation' and 'test'; one of them holds the held-out prompts")
     for split, given in by_split.items():
         if hasattr(given, "iloc"):  # iterating a DataFrame gives the names of its columns
             raise ConfigError(
                 f"data[{split!r}] is a {type(given).__name__}; give its rows, as in "
                 "data=frame.to_dict('records')"
             )
-        if not isinstance(given, str | os.PathLike | Iterable):
+        readable = isinstance(given, str | os.PathLike | Iterable) or hasattr(given, "__getitem__")
+        if not readable and not callable(given):
             raise ConfigError(
-                f"data[{split!r}] is {type(given).__name__}; expected a list of prompts, or a file's path"
+                f"data[{split!r}] is {type(given).__name__}; expected rows, a dataloader or a function that "
+                "makes one, or a file's path"
             )
+    named = {"validation" if split == "test" else split: given for split, given in by_split.items()}
     return {
-        split: os.fspath(given) if isinstance(given, str | os.PathLike) else list(given)
-        for split, given in by_split.items()
+        split: os.fspath(given) if isinstance(given, str | os.PathLike) else given
+        for split, given in named.items()
     }
 
 
-def _source(splits: Mapping[str, Any]) -> dict[str, Any]:
-    if not splits:
-        return {}
-    if rows := [split for split, given in splits.items() if not isinstance(given, str)]:
-        raise ConfigError(
-            f"data[{rows[0]!r}] is a list, which a reward function takes; an environment offers its own "
-            "prompts, or takes those of a file: give its path"
-        )
-    keys = {"train": "path", "validation": "validation_path"}
-    return {"source": {keys[split]: path for split, path in splits.items()}}
+def _has_rows(given: Any) -> bool:
+    """Return whether there may be held-out prompts."""
+    return given is not None and not (isinstance(given, list | tuple) and not given)
+
+
+def _data(
+    found: Given,
+    name: str,
+    splits: Mapping[str, Any],
+    check: Callable[[Collection[str], str], None] = lambda fields, what: None,
+) -> dict[str, Any]:
+    """Return the keys of a task's data, and offer the objects among it.
+
+    Args:
+        check: checks the fields of a row in a list.
+    """
+    objects = {split: given for split, given in splits.items() if not isinstance(given, str)}
+    for given in objects.values():
+        if isinstance(given, list | tuple):
+            _check_rows(given, check)
+    offered = found.offer("dataloader", name, _Objects(objects)) if objects else ""
+    keys = {"train": "data", "validation": "validation_data"}
+    return {keys[split]: offered if split in objects else given for split, given in splits.items()}
+
+
+def _check_rows(rows: Sequence[Any], check: Callable[[Collection[str], str], None]) -> None:
+    """Raise ConfigError for a row of another kind, PluginError if a function needs a field that it lacks."""
+    for place, row in enumerate(rows):
+        if not isinstance(row, str | Mapping | Prompt):
+            raise ConfigError(
+                f"data[{place}] is {type(row).__name__}; expected a text, a dict with 'prompt' and 'answer', "
+                "or grpo_core.Prompt"
+            )
+        check(columns_of(row), f"row {place + 1}")
+
+
+@define
+class _Objects:
+    """The factory of a dataloader that is given as an object for each split."""
+
+    objects: Mapping[str, Any]
+    """Rows, a loader, or a function that makes them, by split."""
+
+    def __call__(self, split: str) -> Any:
+        given = self.objects.get(split)
+        train = self.objects.get("train")
+        if split not in self.objects and callable(train) and not _is_rows(train):
+            given = train
+        return given(split) if callable(given) and not _is_rows(given) else given
+
+
+def _is_rows(given: Any) -> bool:
+    """Return whether something that can be called is rows nevertheless."""
+    return not isinstance(given, type) and (hasattr(given, "__iter__") or hasattr(given, "__getitem__"))
 
 
 # ---------------------------------------------------------------------------------- sections

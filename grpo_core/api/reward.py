@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import fsum
 from typing import Any
 
 from attrs import evolve, frozen
 
-from grpo_core.config import SourceConfig
 from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.contracts.protocols import Environment
 from grpo_core.contracts.records import Episode, Feedback, Prompt
-from grpo_core.data.files import Rows
-from grpo_core.data.sources import Source
 
 Reward = float | Feedback | None
 AT_ONCE = 64
@@ -38,26 +35,25 @@ class RewardFunction(Environment):
     Args:
         function: see ``grpo_core.train``.
         name: name of its task, for messages.
-        data: prompts by split; see ``prompts_of``.
 
     Raises ConfigError for a function with a parameter that cannot be supplied.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str, data: Mapping[str, Sequence[Any]]) -> None:
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
         self._function = function
         self.judged_by = getattr(function, "__name__", name)
         """Name of the function, for errors."""
         self._arguments = Parameters.of(function, name)
-        self._prompts = {split: prompts_of(rows, name) for split, rows in data.items()}
         if isinstance(function, Added):
             self.combine = {name: "sum" for name, *_ in function.parts}
-        check = function.check if isinstance(function, Added) else self._arguments.check
-        for prompts in self._prompts.values():  # a field that a row lacks is an error before the run
-            for prompt in prompts:
-                check(prompt)
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        return self._prompts.get(split, [])
+        return []
+
+    def check(self, fields: Collection[str], what: str) -> None:
+        """Raise PluginError if a parameter is not among the fields of a row."""
+        check = self._function.check if isinstance(self._function, Added) else self._arguments.check
+        check(fields, what)
 
 
 class SyncRewardFunction(RewardFunction):
@@ -77,13 +73,11 @@ class AsyncRewardFunction(RewardFunction):
         return reward
 
 
-def environment_of(
-    function: Callable[..., Any], name: str, data: Mapping[str, Sequence[Any]]
-) -> RewardFunction:
+def environment_of(function: Callable[..., Any], name: str) -> RewardFunction:
     """Return the environment of a function, sync or async."""
     called = function if inspect.isroutine(function) else type(function).__call__
     kind = AsyncRewardFunction if inspect.iscoroutinefunction(called) else SyncRewardFunction
-    return kind(function, name, data)
+    return kind(function, name)
 
 
 @frozen
@@ -93,10 +87,10 @@ class Added:
     parts: Sequence[tuple[str, Callable[..., Any], Parameters, float]]
     """Name, function, parameters and weight of each."""
 
-    def check(self, prompt: Prompt) -> None:
+    def check(self, fields: Collection[str], what: str) -> None:
         """Raise PluginError if a parameter of a function is not a field of the prompt."""
         for _, _, arguments, _ in self.parts:
-            arguments.check(prompt)
+            arguments.check(fields, what)
 
     async def __call__(self, episode: Episode) -> Feedback:
         """Return the sum, with the metrics and the answer of each; False of one ``train`` holds for all.
@@ -156,34 +150,6 @@ def added(functions: Sequence[Any]) -> Added:
     return Added(parts)
 
 
-def prompts_of(rows: Sequence[Any], name: str) -> Sequence[Prompt]:
-    """Return the prompts of rows: each is a ``Prompt``, a text, or a mapping as a line of a source's file.
-
-    Raises ConfigError for anything else.
-    """
-    if all(isinstance(row, Prompt) for row in rows):
-        return rows
-    return _InMemorySource(rows, name)[:]
-
-
-class _InMemorySource(Source):
-    """Rows in memory, which become prompts like rows of a file."""
-
-    def __init__(self, rows: Sequence[Any], name: str) -> None:
-        super().__init__(name, "data", SourceConfig())
-        self._given: list[Mapping[str, Any]] = []
-        for place, row in enumerate(rows):
-            if not isinstance(row, str | Mapping):
-                raise ConfigError(
-                    f"task {name!r}: data[{place}] is {type(row).__name__}; expected a text, a dict with "
-                    "'prompt' and 'answer', or, for all of them, grpo_core.Prompt"
-                )
-            self._given.append({"prompt": row} if isinstance(row, str) else row)
-
-    def _read(self) -> Rows:
-        return self._given
-
-
 @frozen
 class Parameters:
     """The arguments of a reward function, by the names of its parameters."""
@@ -214,9 +180,9 @@ class Parameters:
             any(p.kind is p.VAR_KEYWORD for p in parameters),
         )
 
-    def check(self, prompt: Prompt) -> None:
-        """Raise PluginError if a parameter is not a field of the prompt."""
-        missing = [key for key, needed in self.needed.items() if needed and key not in (*KNOWN, *prompt.info)]
+    def check(self, fields: Collection[str], what: str) -> None:
+        """Raise PluginError if a parameter is not a field of a prompt."""
+        missing = [key for key, needed in self.needed.items() if needed and key not in (*KNOWN, *fields)]
         if foreign := [key for key in missing if key in TRL]:
             raise PluginError(
                 f"env: {self.name} takes {foreign[0]!r}, as reward functions of TRL do; write "
@@ -224,14 +190,14 @@ class Parameters:
             )
         if missing:
             raise PluginError(
-                f"env: {self.name} takes {missing[0]!r}, and prompt {prompt.id!r} has no such field; it has "
-                f"{', '.join([*KNOWN, *prompt.info])}"
+                f"env: {self.name} takes {missing[0]!r}, and {what} has no such field; it has "
+                f"{', '.join([*KNOWN, *fields])}"
             )
 
     def __call__(self, episode: Episode) -> dict[str, Any]:
         """Return the arguments of a call.  Raises PluginError as ``check`` does."""
-        self.check(episode.prompt)
         info = episode.prompt.info
+        self.check(info, f"prompt {episode.prompt.id!r}")
         given = dict(info) if self.takes_all else {}
         for key in self.needed:
             if key in KNOWN:

@@ -24,8 +24,8 @@ from grpo_core.app.parts import (
     SYNC_ATTEMPTS,
     SYNC_GRACE,
     Parts,
-    check_dataloaders,
     check_lengths,
+    check_loaders,
     with_steps,
 )
 from grpo_core.app.placement import Placement
@@ -47,8 +47,7 @@ from grpo_core.contracts.events import (
 from grpo_core.contracts.incidents import report, reported_to
 from grpo_core.contracts.protocols import DataPlane, Engine, Tracker, Trainer
 from grpo_core.contracts.records import Group, Prompt, Weights
-from grpo_core.data.dataloaders import Dataloader
-from grpo_core.data.loaders import TaskLoader
+from grpo_core.data.loaders import IndexedLoader, LookAhead
 from grpo_core.data.samplers import PromptStream
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer, BufferStatistics
@@ -61,6 +60,7 @@ from grpo_core.loop.trend import Trend
 from grpo_core.loop.versions import Interval
 from grpo_core.models.files import chat_template
 from grpo_core.models.fitting import check_files
+from grpo_core.processes.aio import gather
 from grpo_core.processes.garbage import spare_the_collector
 from grpo_core.reporting.room import DiskRoom
 from grpo_core.reporting.selection import make_trackers
@@ -72,7 +72,7 @@ from grpo_core.text.rendering import Renderer
 from grpo_core.validation.engine import DedicatedValidator, WeightsTrackingEngine
 from grpo_core.validation.sets import Validation
 
-Loaders = Mapping[str, TaskLoader | Dataloader]
+Loaders = Mapping[str, LookAhead]
 """Loaders of prompts by task."""
 
 
@@ -253,6 +253,7 @@ async def _start(run: RunContext) -> Pipeline:
         sets=parts.config.validation.due_sets,
         logs=directory.logs,
         ranks=0 if parts.trainer_here else parts.ranks,
+        tries=run.start.found is None,  # the rows of a resumed run are proved
     )
     try:
         run.tasks = await run.stack.enter_async_context(around)
@@ -264,6 +265,10 @@ async def _start(run: RunContext) -> Pipeline:
     run.after.append(await asyncio.to_thread(warn_of_falls, run))
     for cause, message in run.warnings:
         run.emit(WarningRaised(step=run.step, cause=cause, message=message))
+    for loader in run.tasks.loaders.values():
+        loader.warn = lambda cause, message: run.emit(
+            WarningRaised(step=pipeline.buffer.step, cause=cause, message=message)
+        )
     for reason in run.start.found.passed_over if run.start.found else ():
         report("passed_over", "checkpoints", f"passed over {reason}")
     return pipeline
@@ -315,8 +320,9 @@ async def build_pipeline(config: Config, run: RunContext) -> tuple[Config, Pipel
         prompts=await tasks.prompts("train", config.trainer.prompts_per_step),
         held_out=await tasks.held_out(chosen, chosen.due_sets, tasks=bool(chosen.every)),
     )
-    check_dataloaders(config, tasks.dataloaders, parts.sampler())
-    at_hand = {name: part for name, part in found.prompts.items() if name not in tasks.dataloaders}
+    run.warnings += [note for data in tasks.data.values() for note in data.notes.items()]
+    check_loaders(config, tasks.loaders, parts.sampler())
+    at_hand = {name: part for name, part in found.prompts.items() if name not in tasks.loaders}
     await judge_one_reply(tasks.environments, at_hand)
     plane = await _data_plane(parts, run)
     model = await _start_model(parts, run, found)
@@ -331,7 +337,7 @@ async def build_pipeline(config: Config, run: RunContext) -> tuple[Config, Pipel
         sections = [each for each in (config.engine, chosen.engine) if each is not None]
         renderer = await asyncio.to_thread(parts.renderer, model.path, sections)
         kept, messages = await found.short_enough(
-            config.rollout.max_prompt_tokens, tasks.environments, renderer, tasks.dataloaders
+            config.rollout.max_prompt_tokens, tasks.environments, renderer, tasks.loaders
         )
         messages |= await kept.spelling(tasks.environments, renderer)
         run.warnings += messages.items()
@@ -354,7 +360,7 @@ async def build_pipeline(config: Config, run: RunContext) -> tuple[Config, Pipel
         setup = evolve(setup, shares_gpu=key in devices.shared)
         engines[key] = parts.engine(section, setup, run.placement, devices.engines.get(key, ()))
         run.stack.push_async_callback(engines[key].aclose)
-    await asyncio.to_thread(_import_what_is_needed_soon, config)
+    await asyncio.to_thread(_import_what_is_needed_soon)
     await trainer.started()  # after the imports: a trainer in a thread may import the same modules
     if renderer is None:
         renderer, found = await load_renderer()
@@ -390,8 +396,12 @@ async def _pipeline(
         found_odd["schedule"] = changed
     run.warnings += found_odd.items()
     buffer, loaders, places = parts.buffer(), _loaders(config, run.tasks, prompts), parts.places()
+    for loader in run.tasks.loaders.values():
+        loader.slots = (config.pipeline.max_staleness + 1) * config.trainer.prompts_per_step
     stream = PromptStream(sampler=parts.sampler(), loaders=loaders, name=config.sampler.name)
     _restore(run, checkpoint.restore, buffer, loaders, stream)
+    if run.start.found is not None:  # a dataloader that does not give its rows again is an error now
+        await gather(loader.first(1) for loader in loaders.values())
     engine = WeightsTrackingEngine(engines["engine"], partial(_check_held, parts, run, engines["engine"]))
     own = engines.get("validation.engine")
     validation = parts.validation(
@@ -525,30 +535,19 @@ def _trainer(parts: Parts, run: RunContext, model: StartModel, teacher: str, dev
     return trainer
 
 
-def _import_what_is_needed_soon(config: Config) -> None:
-    """Import slow modules while the trainer starts."""
-    modules = ["transformers.tokenization_utils_tokenizers"]
-    if any(task.source.path or task.dataloader for task in config.tasks.values()):
-        modules.append("torchdata.stateful_dataloader")
-    for module in modules:
-        with contextlib.suppress(ImportError):  # transformers 4 has other modules; this only saves time
-            importlib.import_module(module)
+def _import_what_is_needed_soon() -> None:
+    """Import a slow module while the trainer starts."""
+    with contextlib.suppress(ImportError):  # transformers 4 has other modules; this only saves time
+        importlib.import_module("transformers.tokenization_utils_tokenizers")
 
 
 # ---------------------------------------------------------------------------------- parts of the loop
 
 
 def _loaders(config: Config, tasks: Tasks, prompts: Mapping[str, Sequence[Prompt]]) -> Loaders:
+    ahead = tasks.loaders
     return {
-        name: tasks.dataloaders[name]
-        if name in tasks.dataloaders
-        else TaskLoader(
-            name,
-            part,
-            seed=config.seed,
-            workers=config.tasks[name].source.workers,
-            torchdata=bool(config.tasks[name].source.path),
-        )
+        name: ahead[name] if name in ahead else IndexedLoader(name, part, seed=config.seed)
         for name, part in prompts.items()
     }
 

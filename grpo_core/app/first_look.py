@@ -11,7 +11,8 @@ from grpo_core.config import RolloutConfig
 from grpo_core.contracts.errors import ConfigError, ControlInText, GrpoError, ModelError, PluginError
 from grpo_core.contracts.records import Episode, Prompt
 from grpo_core.data.leakage import digest, leaked
-from grpo_core.data.sources import Source, missing
+from grpo_core.data.rows import missing
+from grpo_core.data.sources import ReadRows, SomePrompts
 from grpo_core.environments.feedback import BAD_REWARD
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.text.conventions import REPLIES, WITH_CALLS, misread
@@ -82,9 +83,9 @@ async def first_look(
             continue
     looked = [("", f"task {name!r}", name, own) for name, own in prompts.items()]
     looked += [
-        ("_held_out", f"validation of {name!r}", name, own[: part.config.prompts])
+        ("_held_out", f"validation of {name!r}", name, own)
         for part in held_out
-        for name, own in part.prompts.items()
+        for name, own in part.measured().items()
     ]
     answered = {name for name, own in prompts.items() if _without_answer(own) < len(own)}
     for where, what, name, own in looked:
@@ -92,7 +93,7 @@ async def first_look(
         if without and (without < len(own) or name in answered):
             messages[f"no_answer{where}/{name}"] = (
                 f"{what}: {without:,} of its {len(own):,} prompts have no answer to compare a reply with "
-                "(source.answer names the field of a row)"
+                "(data_options.answer names the field of a row)"
             )
     for name in (name for part in held_out for name, own in part.prompts.items() if not own):
         messages[f"no_held_out/{name}"] = (
@@ -112,7 +113,7 @@ async def first_look(
 
 
 def _without_answer(prompts: Sequence[Prompt]) -> int:
-    if isinstance(prompts, Source):
+    if isinstance(prompts, ReadRows):
         return prompts.without_answer
     return sum(missing(prompt.answer) for prompt in prompts)
 
@@ -162,20 +163,21 @@ def leaks(prompts: Mapping[str, Sequence[Prompt]], held_out: Sequence[HeldOut]) 
     found = {}
     for part in held_out:
         for name, own in part.prompts.items():
-            digests = _digests(own)[: part.config.prompts]
+            every, places = _digests(own), part.places(name)
+            digests = [every[place] for place in places]
             for task in trained:
                 if both := leaked(trained[task], digests):
+                    id = own[places[both[0]]].id
                     found[f"leak/{name}/{task}"] = (
                         f"{len(both):,} of the {len(digests):,} held-out prompts of {name!r} are among the "
-                        f"training prompts of task {task!r}, such as {own[both[0]].id!r}: its validation "
-                        "measures what the run has seen"
+                        f"training prompts of task {task!r}, such as {id!r}: its validation measures what "
+                        "the run has seen"
                     )
     return found
 
 
 def _digests(prompts: Sequence[Prompt]) -> Sequence[int]:
-    if isinstance(prompts, Source):
-        prompts.open()
+    if isinstance(prompts, ReadRows | SomePrompts):
         return prompts.digests
     return [digest(prompt) for prompt in prompts]
 
@@ -189,11 +191,10 @@ async def _look(
     tools: dict[str, Tools],
 ) -> AsyncIterator[tuple[str, str]]:
     """Yield the cause and message of each warning about a task, and record its tools."""
-    if isinstance(prompts, Source) and prompts.left_out + prompts.repeated:
+    if isinstance(prompts, ReadRows) and prompts.repeated:
         yield (
             "rows_left_out",
-            f"{len(prompts):,} rows of its source are prompts; source.where leaves out {prompts.left_out:,}, "
-            f"and {prompts.repeated:,} repeat another one",
+            f"{len(prompts):,} rows of its data are prompts; {prompts.repeated:,} repeat another one",
         )
     some = prompts[:SOLVED]
     solutions = [reply for reply in await environment.solve(some) if reply is not None]

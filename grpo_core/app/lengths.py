@@ -15,9 +15,9 @@ from grpo_core.config import Config, RolloutConfig
 from grpo_core.contracts.errors import ConfigError, ControlInText, ModelError
 from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.records import Prompt
-from grpo_core.data.dataloaders import Dataloader
+from grpo_core.data.loaders import LookAhead
 from grpo_core.data.sizes import sizes
-from grpo_core.data.sources import Source
+from grpo_core.data.sources import ReadRows
 from grpo_core.text.rendering import INLINE, Renderer, Tools
 from grpo_core.validation.sets import HeldOut
 
@@ -27,7 +27,7 @@ TOGETHER = 64
 """Number of prompts to encode before the event loop runs again."""
 _SHORT = {"role": "user", "content": "?"}
 
-NO_DATALOADERS: Mapping[str, Dataloader] = MappingProxyType({})
+NO_LOADERS: Mapping[str, LookAhead] = MappingProxyType({})
 
 
 @frozen(kw_only=True)
@@ -102,7 +102,7 @@ async def left_out(
         f"rollout.max_prompt_tokens = {most} leaves out {len(found):,} of its {len(prompts):,} prompts, such "
         f"as {prompts[place].id!r} with {found[place]:,} tokens"
     )
-    if isinstance(prompts, Source):
+    if isinstance(prompts, ReadRows):
         prompts.leave_out(found)
         return prompts, message
     return [prompt for place, prompt in enumerate(prompts) if place not in found], message
@@ -121,11 +121,11 @@ class RunPrompts:
         most: int,
         environments: Mapping[str, EnvironmentClient],
         renderer: Renderer,
-        dataloaders: Mapping[str, Dataloader] = NO_DATALOADERS,
+        loaders: Mapping[str, LookAhead] = NO_LOADERS,
     ) -> tuple[RunPrompts, dict[str, str]]:
         """Return the prompts with at most ``most`` tokens (0: all), and messages about the others, by cause.
 
-        Dataloaders leave out prompts that are too long when they read them.
+        Loaders that read ahead leave out prompts that are too long when they read them.
 
         Raises ConfigError if none are left of a task or set.
         """
@@ -148,14 +148,14 @@ class RunPrompts:
                         messages[f"{cause}/{name}"] = f"{who} {name!r}: {message}"
             return left
 
-        read = {name: own for name, own in self.prompts.items() if name not in dataloaders}
+        read = {name: own for name, own in self.prompts.items() if name not in loaders}
         prompts = await kept(read, environments, "task", "prompts_left_out")
-        for name, dataloader in dataloaders.items():
+        for name, loader in loaders.items():
             prompts[name] = own = self.prompts[name]
             if environments[name].player is None:
                 tools = await shown_tools(environments[name], own)
-                dataloader.keep(partial(_fits, most, renderer, tools))
-                prompts[name] = await dataloader.first(len(own))
+                loader.keep(partial(_fits, most, renderer, tools))
+                prompts[name] = await loader.first(len(own))
         held_out = [
             evolve(
                 part,
@@ -276,7 +276,7 @@ async def _longer(
 
 def _bounds(prompts: Sequence[Prompt]) -> NDArray[np.uint32]:
     """Return the sizes of the prompts."""
-    if not isinstance(prompts, Source):
+    if not isinstance(prompts, ReadRows):
         return np.asarray(sizes(prompts), np.uint32)
     prompts.open()
     return np.asarray(prompts.sizes, np.uint32)

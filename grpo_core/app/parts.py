@@ -31,7 +31,7 @@ from grpo_core.contracts.protocols import (
     ValidationStrategy,
 )
 from grpo_core.contracts.records import EngineSetup, Group, Prompt, Rollout, Weights
-from grpo_core.data.dataloaders import Dataloader
+from grpo_core.data.loaders import LookAhead
 from grpo_core.data.samplers import FunctionSampler, draws_itself
 from grpo_core.environments.budget import ErrorBudget, failures_of_calls
 from grpo_core.environments.pool import EnvironmentPool
@@ -471,7 +471,8 @@ class Parts:
             config = part.config
             context = Context(
                 version=0,
-                prompts={name: own[: config.prompts] for name, own in part.prompts.items() if own},
+                prompts=part.measured(),
+                known=part.known(),
                 engine=engine,
                 environments=part.environments,
                 renderer=renderer,
@@ -524,12 +525,12 @@ def canary_prompts(prompts: Mapping[str, Sequence[Prompt]], renderer: Renderer) 
     return [ids for ids in dict.fromkeys(encoded) if ids and max(ids) < renderer.vocabulary]
 
 
-def check_dataloaders(config: Config, dataloaders: Mapping[str, Dataloader], sampler: Sampler) -> None:
+def check_loaders(config: Config, loaders: Mapping[str, LookAhead], sampler: Sampler) -> None:
     """Raise ConfigError for streams if the number of prompts must be known."""
-    streams = [name for name, dataloader in dataloaders.items() if dataloader.size is None]
+    streams = [loader for loader in loaders.values() if loader.size is None]
     if not streams:
         return
-    who = f"{dataloaders[streams[0]].who} is a stream with an unknown number of prompts"
+    who = f"{streams[0].who} is a stream with an unknown number of prompts"
     if config.trainer.epochs:
         raise ConfigError(
             f"{who}, and trainer.epochs = {config.trainer.epochs:g} needs it: set trainer.steps instead"

@@ -12,9 +12,10 @@ from typing import Any, TypeVar, cast
 from attrs import evolve, fields, fields_dict, frozen
 
 from grpo_core.app.target import teacher_model
-from grpo_core.config import Config, PluginChoice, SourceConfig, ValidationSetConfig
+from grpo_core.config import Config, PluginChoice, ValidationSetConfig
 from grpo_core.contracts.errors import GrpoError
 from grpo_core.contracts.records import SectionValues, name_of_class
+from grpo_core.data.choice import is_path
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.installed import in_file
 from grpo_core.plugins.paths import absolute
@@ -58,9 +59,9 @@ def with_absolute_paths(config: Config, host: PluginHost) -> Config:
             task,
             env=options.name(task.env),
             options=options.of_environment(task.env, task.options, task.python or config.environment.python),
-            source=_absolute_source(task.source),
-            dataloader=task.dataloader and _absolute_name(task.dataloader),
-            dataloader_options=options.of("dataloader", task.dataloader, task.dataloader_options),
+            data=_absolute_data(task.data),
+            data_options=options.of_data(task.data or task.validation_data, task.data_options),
+            validation_data=_absolute_data(task.validation_data),
             player=task.player and _absolute_name(task.player),
             player_options=options.of("player", task.player, task.player_options),
             python=_existing(task.python),
@@ -104,6 +105,10 @@ class _Options:
         except GrpoError:  # reported when it is made
             found = dict(options)
         return {key: self.part(value) for key, value in found.items()}
+
+    def of_data(self, text: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of a dataloader and of its rows."""
+        return self.of("dataloader", text, options) if text and not is_path(text) else dict(options)
 
     def name(self, env: str) -> str:
         """Return the name of an environment, which may be a path or end with one."""
@@ -152,7 +157,9 @@ def plugin_files(config: Config) -> set[Path]:
     chosen = list(config.choices())
     several = [options for kind, _, options in chosen if kind == "environment"]  # these may name others
     several += [each.values for each in config.sections]
-    names = [config.trainer.lr_schedule, *(name for _, name, _ in chosen)]
+    names = [each for task in config.tasks.values() for each in (task.data, task.validation_data)]
+    names += [one.data for one in config.validation.sets.values()]
+    names += [config.trainer.lr_schedule, *(name for _, name, _ in chosen)]
     names += [text for options in several for text in _texts(options) if Path(text).is_absolute()]
     words = [Path(word) for name in names if in_file(name) is None for word in name.partition(":")[2].split()]
     programs = {word for word in words if word.is_absolute() and word.is_file()}
@@ -181,13 +188,14 @@ def _absolute_set(one: ValidationSetConfig, config: Config, options: _Options) -
         env_options=options.of_environment(one.env, one.env_options, one.python or config.environment.python),
         options=options.of("validation_strategy", one.name or config.validation.name, one.options),
         name=one.name and _absolute_name(one.name),
-        source=_absolute_source(one.source),
+        data=_absolute_data(one.data),
+        data_options=options.of_data(one.data, one.data_options),
         python=_existing(one.python),
     )
 
 
-def _absolute_source(source: SourceConfig) -> SourceConfig:
-    return evolve(source, path=_existing(source.path), validation_path=_existing(source.validation_path))
+def _absolute_data(text: str) -> str:
+    return _absolute_name(text) if in_file(text) is not None else _existing(text)
 
 
 def _existing(path: str) -> str:

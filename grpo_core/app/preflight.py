@@ -10,6 +10,7 @@ from math import lcm
 from pathlib import Path
 from typing import cast
 
+from grpo_core.app.data import check_data
 from grpo_core.app.model_sources import model_source
 from grpo_core.app.parts import Parts
 from grpo_core.app.target import teacher_model
@@ -18,23 +19,19 @@ from grpo_core.config import (
     CUTS,
     Config,
     EnvironmentConfig,
-    SourceConfig,
     TaskConfig,
     ValidationConfig,
 )
 from grpo_core.config.idle import (
     CLUSTER,
     COLLECTIVE,
-    IN_ORDER,
     MEASURED,
     OF_LOSS,
-    ROWS,
     WEIGHING,
     idle_keys,
 )
 from grpo_core.contracts.errors import ConfigError, did_you_mean, plugin_errors
 from grpo_core.contracts.loss import problems_of
-from grpo_core.data.files import check_there
 from grpo_core.data.samplers import plugin_state
 from grpo_core.loop.endings import Goal
 from grpo_core.loop.metrics import COMPARED, names_of_tasks
@@ -81,7 +78,7 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     remote = parts.placement().remote
     for name, task in config.tasks.items():
         _check_environment(f"tasks.{name}", task, config.environment, host, remote=remote)
-        check_dataloader(name, task, host)
+        check_data(f"tasks.{name}", name, task, host)
     plugin_state(parts.sampler(), f"sampler {config.sampler.name!r}")  # or the first checkpoint would fail
     known = {
         "group_size": config.rollout.group_size,
@@ -152,25 +149,6 @@ def checks_of_plugins(config: Config, host: PluginHost) -> list[tuple[str, str]]
 def check_task(name: str, task: TaskConfig, config: Config, host: PluginHost) -> None:
     """Raise ConfigError or PluginError if the environment of a task cannot be made on this machine."""
     _check_environment(f"tasks.{name}", task, config.environment, host, remote=False)
-
-
-_PLACES = ("path", "validation_path", "subset", "split", "validation_split", "deduplicate")
-"""Keys of a source that select rows, or need all of them at once."""
-
-
-def check_dataloader(name: str, task: TaskConfig, host: PluginHost) -> None:
-    """Raise ConfigError or PluginError if a task's dataloader cannot be made."""
-    if not task.dataloader:
-        return
-    host.check_options("dataloader", task.dataloader, task.dataloader_options)
-    usual = SourceConfig()
-    given = [key for key in _PLACES if getattr(task.source, key) != getattr(usual, key)]
-    if given:
-        raise ConfigError(
-            f"tasks.{name}.source.{given[0]} = {getattr(task.source, given[0])!r}: the prompts come from "
-            f"tasks.{name}.dataloader = {task.dataloader!r}, which decides what is read; leave one of them "
-            "out"
-        )
 
 
 def _check_loss(parts: Parts) -> None:
@@ -277,6 +255,7 @@ def _check_set(name: str, parts: Parts, *, trains: bool) -> None:
         )
     remote = parts.placement().remote
     for environment in validation.environments([name]).values():
+        check_data(key, name, environment, host)
         _check_environment(key, environment, config.environment, host, remote=remote)
     own = {cut: value for cut, value in _cuts(resolved).items() if getattr(chosen, cut) is not None}
     _check_strategy(resolved, parts, own, key)
@@ -324,9 +303,7 @@ def _check_idle(parts: Parts) -> None:
         CLUSTER: placement.remote,
         COLLECTIVE: find_transport(parts.transport(placement), host).remote,
         WEIGHING: "weights" in inspect.signature(sampler).parameters,
-        IN_ORDER: not getattr(parts.sampler(), "needs_places", False),
         MEASURED: config.validation.measures,
-        ROWS: any(task.dataloader for task in config.tasks.values()),
         **{words: need in parts.needs for need, words in OF_LOSS.items()},
     }
     there = [words for words, there in holds.items() if there]
@@ -358,9 +335,6 @@ def _check_environment(
 
     Another interpreter's packages are known only when the environment starts there.
     """
-    for name in ("path", "validation_path"):  # also those that this run does not read
-        if path := getattr(task.source, name):
-            check_there(path, who=f"{key}.source.{name}")
     own = of_task(config, task)
     if host.of_program(task.env) and (remote or own.python):
         where = "a worker of the cluster" if remote else f"the interpreter {own.python}"

@@ -6,23 +6,22 @@ import asyncio
 import contextlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from attrs import evolve, frozen
 
 from grpo_core.app import workers
+from grpo_core.app.data import TaskData
 from grpo_core.app.parts import Parts
 from grpo_core.app.placement import Placement
-from grpo_core.config import Config, EnvironmentConfig, SourceConfig, TaskConfig, ValidationConfig
+from grpo_core.config import Config, EnvironmentConfig, TaskConfig, ValidationConfig
 from grpo_core.contracts.errors import ConfigError, PluginError, SelectionError
 from grpo_core.contracts.playing import Player, PlayerSetup
 from grpo_core.contracts.records import Prompt
-from grpo_core.data.dataloaders import Dataloader
-from grpo_core.data.sources import find_source
+from grpo_core.data.loaders import LookAhead
+from grpo_core.data.sources import known_of
 from grpo_core.environments.pool import EnvironmentPool
-from grpo_core.environments.sourced import adopted
 from grpo_core.plugins.host import PluginHost
 from grpo_core.processes.aio import gather
 from grpo_core.validation.sets import HeldOut
@@ -38,9 +37,9 @@ class Tasks:
     environments: Mapping[str, EnvironmentPool]
     of_sets: Mapping[str, EnvironmentPool]
     """The environments of validation sets that have their own, by set."""
-    sources: Mapping[str, SourceConfig]
-    dataloaders: Mapping[str, Dataloader]
-    """The plugins' dataloaders by task; each starts when it is first needed."""
+    data: Mapping[str, TaskData]
+    """The data of tasks, and of sets with their own environment."""
+    seed: int
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -53,6 +52,7 @@ class Tasks:
         sets: Collection[str] = (),
         logs: Path | None = None,
         ranks: int = 0,
+        tries: bool = False,
     ) -> AsyncIterator[Tasks]:
         """Connect the placement, start all environments together, and end both with the block.
 
@@ -60,6 +60,7 @@ class Tasks:
             sets: names of validation sets whose own environments start as well.
             logs: directory of the log files.
             ranks: number of further workers that the placement needs.
+            tries: whether streams are tried before they are used.
         """
         tasks, of_sets = config.tasks, config.validation.environments(sets)
         every = {**tasks, **of_sets}
@@ -77,21 +78,17 @@ class Tasks:
                 )
                 for name, task in every.items()
             }
-            for task in tasks.values():
-                if task.dataloader:
-                    host.find("dataloader", task.dataloader).load()  # two threads must not import a plugin
-            dataloaders = {
-                name: Dataloader(
+            data = {
+                name: TaskData.of(
                     name,
-                    task.dataloader,
-                    partial(host.make, "dataloader", task.dataloader, **task.dataloader_options),
-                    task.source,
+                    task,
+                    host,
+                    environments[name],
                     seed=config.seed,
                     deadline=config.environment.start_deadline,
-                    adopt=environments[name].from_source,
+                    tries=tries,
                 )
-                for name, task in tasks.items()
-                if task.dataloader
+                for name, task in every.items()
             }
             try:
                 await gather(environment.start() for environment in environments.values())
@@ -99,106 +96,72 @@ class Tasks:
                     yield cls(
                         environments={name: environments[name] for name in tasks},
                         of_sets={name: environments[name] for name in of_sets},
-                        sources={name: task.source for name, task in every.items()},
-                        dataloaders=dataloaders,
+                        data=data,
+                        seed=config.seed,
                     )
                 for environment in environments.values():
                     environment.check_combine()
             finally:
-                for dataloader in dataloaders.values():
-                    dataloader.close()
+                for each in data.values():
+                    each.close()
                 await asyncio.gather(*(environment.aclose() for environment in environments.values()))
 
+    @property
+    def loaders(self) -> dict[str, LookAhead]:
+        """The loaders of rows that are read ahead, by task; ``prompts("train")`` makes them."""
+        loaders = {name: self.data[name].loader for name in self.environments}
+        return {name: loader for name, loader in loaders.items() if loader is not None}
+
     async def prompts(self, split: str, first: int = FIRST) -> dict[str, Sequence[Prompt]]:
-        """Return each task's prompts, from its source or environment.  Raises PluginError, ConfigError.
+        """Return each task's prompts, or the first of them.  Raises PluginError, ConfigError.
 
         Args:
-            first: number of next prompts to read from a dataloader.
+            first: number of next prompts to read where they are read ahead.
         """
-        found = await gather(self._prompts(*named, split, first) for named in self.environments.items())
+        found = await gather(self.data[name].prompts(split, first) for name in self.environments)
         return dict(zip(self.environments, found, strict=True))
 
     async def prompts_of(self, task: str, split: str) -> Sequence[Prompt]:
-        """Return the prompts of one task, or some from its dataloader.  Raises PluginError, ConfigError."""
-        return await self._prompts(task, self.environments[task], split, FIRST)
+        """Return the prompts of one task, or some of them.  Raises PluginError, ConfigError."""
+        return await self.data[task].prompts(split, FIRST)
 
     def size(self, task: str, prompts: Sequence[Prompt]) -> int:
         """Return the number of training prompts of a task, if known."""
-        dataloader = self.dataloaders.get(task)
-        return len(prompts) if dataloader is None else dataloader.size or 0
+        loader = self.data[task].loader
+        return len(prompts) if loader is None else loader.size or 0
 
     async def held_out(
         self, validation: ValidationConfig, names: Collection[str], *, tasks: bool
     ) -> list[HeldOut]:
         """Return the prompts of all tasks, if wanted, and of the named sets."""
+        of_tasks = await self.prompts("validation", validation.prompts) if tasks else {}
         plain = HeldOut(
             config=validation,
-            prompts=await self.prompts("validation", validation.prompts) if tasks else {},
+            prompts=of_tasks,
             environments=self.environments,
+            of={name: known_of(found) for name, found in of_tasks.items()},
+            seed=self.seed,
         )
 
         async def of_set(name: str) -> HeldOut:
             """Return the prompts of a set; prompts of a task get the set's name."""
             task, config = validation.sets[name].task, validation.of_set(name)
             environment = self.environments[task] if task else self.of_sets[name]
-            found = await self._prompts(task or name, environment, "validation", config.prompts)
-            prompts = [evolve(prompt, environment=name) for prompt in found[: config.prompts]]
-            if not prompts:
+            found = await self.data[task or name].prompts("validation", config.prompts)
+            if not found:
                 raise ConfigError(f"validation.sets.{name}: there are no prompts for validation")
-            environments = {name: environment}
-            return HeldOut(name=name, config=config, prompts={name: prompts}, environments=environments)
+            part = HeldOut(
+                name=name,
+                config=config,
+                prompts={name: found},
+                environments={name: environment},
+                of={name: known_of(found)},
+                seed=self.seed,
+            )
+            prompts = [evolve(prompt, environment=name) for prompt in part.measured()[name]]
+            return evolve(part, prompts={name: prompts})
 
         return [*([plain] if tasks else []), *await gather(map(of_set, names))]
-
-    async def _prompts(
-        self, name: str, environment: EnvironmentPool, split: str, first: int
-    ) -> Sequence[Prompt]:
-        if name in self.dataloaders:
-            return await self._of_dataloader(name, environment, split, first)
-        source = find_source(name, self.sources[name], split)
-        if source is None and name in self.of_sets:  # all rows of a set's source are held out
-            source = find_source(name, self.sources[name], "train")
-        if source is None:
-            return await self._offered(name, environment, split)
-        await asyncio.to_thread(source.open)
-        return await adopted(source, environment)
-
-    async def _of_dataloader(
-        self, name: str, environment: EnvironmentPool, split: str, first: int
-    ) -> Sequence[Prompt]:
-        """Return the first prompts of a dataloader; held-out ones of the environment if it has none."""
-        dataloader = self.dataloaders[name]
-        if split == "train":
-            return await dataloader.first(first)
-        found = await dataloader.held_out(first)
-        if found is None:
-            return await self._offered(name, environment, split)
-        made = await environment.from_source(found)
-        return found if made is None else made
-
-    async def _offered(self, name: str, environment: EnvironmentPool, split: str) -> Sequence[Prompt]:
-        """Return an environment's prompts.  Raises PluginError, ConfigError."""
-        try:
-            prompts = await environment.prompts(split)
-        except PluginError as error:
-            if split == "validation" and name in self.dataloaders:
-                raise ConfigError(
-                    f"task {name!r}: it has no held-out prompts: its dataloader returns None for "
-                    "'validation', and its environment offers none. Return some, or set validation.every=0. "
-                    f"({error})"
-                ) from error
-            if split == "train" or not self.sources[name].path:
-                raise
-            raise ConfigError(
-                f"task {name!r}: it has no held-out prompts: source.path has training prompts only, and its "
-                f"environment offers none. Set tasks.{name}.source.validation_path (or validation_split, for "
-                f"a data set), or validation.every=0. ({error})"
-            ) from error
-        if split == "train" and not prompts:
-            raise PluginError(
-                f"task {name!r}: prompts('train') of its environment is empty; expected at least one prompt"
-            )
-        return prompts
 
 
 @contextlib.asynccontextmanager

@@ -50,6 +50,8 @@ def train(
     *,
     model: str | None = None,
     env: Words = None,
+    data: str | None = None,
+    dataloader: str | None = None,
     sampler: str | None = None,
     validation: str | None = None,
     engine: str | None = None,
@@ -73,6 +75,10 @@ def train(
         Directory, hub id or name of the model that the run starts from, as in "tiny" or "smollm2".
     env
         Environment to train on, as "math:sort" or "./file.py:Class"; may be repeated.
+    data
+        Prompts of this environment: a file, a data set "hub:NAME" or a dataloader, as "./file.py:Rows".
+    dataloader
+        Another word for --data, which is an error that says so.
     sampler
         Sampler that chooses the next prompts.
     validation
@@ -108,7 +114,7 @@ def train(
         *(['tracking.terminal.view="json"'] if as_json else []),
     ]
     chosen = {"sampler": sampler, "validation": validation, "engine": engine, "trainer": trainer}
-    changes = _changes(env, chosen, settings, model)
+    changes = _with_data(_changes(env, chosen, settings, model), env, data, dataloader)
     block = no_plugin or []
     if ray is not None:
         changes = merge(changes, {"placement": {"name": "ray", "options": {"address": ray}}})
@@ -233,6 +239,20 @@ def verify(run: Path, /) -> int:
     found = verified(run)
     say(str(found))
     return 1 if found.findings else 0
+
+
+def _with_data(
+    changes: Mapping[str, Any], env: Words, data: str | None, dataloader: str | None
+) -> Mapping[str, Any]:
+    """Add the prompts of --data to the task of --env.  Raises ConfigError without exactly one."""
+    if dataloader is not None:
+        raise ConfigError(f"--dataloader is called --data here: --data {dataloader}")
+    if data is None:
+        return changes
+    if len(env or []) != 1:
+        raise ConfigError(f"--data {data}: it needs one --env, whose prompts it names; got {len(env or [])}")
+    task = next(iter(tasks_of(env or [])))
+    return merge({"tasks": {task: {"data": data}}}, changes)
 
 
 def _changes(

@@ -25,7 +25,7 @@ from grpo_core.config.reading import replace_parts as replace_parts
 from grpo_core.config.reading import structured as structured
 from grpo_core.config.run import Config as Config
 from grpo_core.config.tasks import EnvironmentConfig as EnvironmentConfig
-from grpo_core.config.tasks import SourceConfig as SourceConfig
+from grpo_core.config.tasks import RowOptions as RowOptions
 from grpo_core.config.tasks import TaskConfig as TaskConfig
 from grpo_core.config.training import GOAL as GOAL
 from grpo_core.config.training import ActivationsChoice as ActivationsChoice

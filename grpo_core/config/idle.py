@@ -16,9 +16,7 @@ OF_LOSS = {
 CLUSTER = "workers of a cluster (--ray)"
 COLLECTIVE = 'weights through the network (engine.transport = "collective")'
 WEIGHING = 'a sampler that weighs tasks (sampler.name = "mix")'
-IN_ORDER = 'a sampler that draws in order (sampler.name = "mix")'
 MEASURED = "validations during training (validation.every)"
-ROWS = "rows of a file, a data set or a dataloader (source.path)"
 """Conditions under which a key does something, in words."""
 
 

@@ -13,6 +13,7 @@ import cattrs
 
 from grpo_core.config.choices import NAMED, TASK_NAME
 from grpo_core.config.generation import CUTS
+from grpo_core.config.renamed import OLD, new_lines
 from grpo_core.config.run import Config
 from grpo_core.config.sections import NO_SECTIONS, PluginSections
 from grpo_core.contracts.errors import ALIASES, did_you_mean
@@ -46,7 +47,12 @@ def _table_problems(kind: type, value: Any, where: str, sections: PluginSections
         return
     known = sections.known(kind, where)
     prefix = f"{where}." if where else ""
+    renamed = new_lines(where, value) if "data_options" in known else ""
+    if renamed:
+        yield renamed
     for key, item in value.items():
+        if renamed and key in OLD:
+            continue
         if key in known:
             yield from problems(known[key], item, prefix + key, sections)
         elif distribution := sections.install.get(prefix + key):

@@ -80,8 +80,6 @@ class Config(WithSections):
         of_sets = self.validation.environments(self.validation.sets)
         for task in (*self.tasks.values(), *of_sets.values()):
             yield "environment", task.env, task.options
-            if task.dataloader:
-                yield "dataloader", task.dataloader, task.dataloader_options
             if task.player:
                 yield "player", task.player, task.player_options
         for strategy in map(self.validation.of_set, self.validation.sets):

@@ -8,47 +8,40 @@ from attrs import field, frozen
 from attrs.validators import ge, gt, le, optional
 
 from grpo_core.config.choices import PluginChoice
-from grpo_core.config.idle import IN_ORDER, ROWS, WEIGHING, only_with
+from grpo_core.config.idle import WEIGHING, only_with
 
 
 @frozen(kw_only=True)
-class SourceConfig:
-    """A file or data set of prompts, for tasks whose environment has none."""
+class RowOptions:
+    """The keys of `data_options` that the core reads; all others are options of the dataloader."""
 
-    path: str = ""
-    """File (.jsonl, .csv, .tsv, .parquet, .arrow or .feather) or data set (a directory or a hub id) of the
-    training prompts; if it is empty, they come from the environment."""
-    validation_path: str = ""
-    """File or data set of the held-out prompts.  If it is empty, they come from `path` if that is a
-    data set and `validation_split` is given, otherwise from the environment."""
-    subset: str = field(default="", metadata=only_with("path", "validation_path", ROWS))
-    """Name of the subset, for a data set with several."""
-    split: str = field(default="train", metadata=only_with("path", "validation_path", ROWS))
-    """Split of a data set with the training prompts."""
-    validation_split: str = field(default="", metadata=only_with("path", "validation_path", ROWS))
-    """Split of a data set with the held-out prompts."""
-    prompt: str = field(default="", metadata=only_with("path", "validation_path", ROWS))
+    prompt: str = ""
     """Field of a row with the prompt, as text or messages.  If it is empty, the first of `prompt`, `messages`
     and `question` that exists is used."""
-    answer: str = field(default="answer", metadata=only_with("path", "validation_path", ROWS))
-    """Field of a row with the answer.  A field other than `answer` has to be in at least one row."""
-    id: str = field(default="id", metadata=only_with("path", "validation_path", ROWS))
+    answer: str = "answer"
+    """Field of a row with the answer."""
+    id: str = "id"
     """Field of a row with the id; the default id is the row's number.  All other fields become the prompt's
     `info`."""
-    system: str = field(default="", metadata=only_with("path", "validation_path", ROWS))
+    system: str = ""
     """System message before each prompt, unless it is empty."""
-    template: str = field(default="", metadata=only_with("path", "validation_path", ROWS))
-    """Jinja template that makes the prompt from the fields of a row, instead of `prompt`, such as
-    "{{ question }} Answer with a number."."""
-    answer_template: str = field(default="", metadata=only_with("path", "validation_path", ROWS))
-    """Jinja template that makes the answer from the fields of a row, instead of `answer`."""
-    where: str = field(default="", metadata=only_with("path", "validation_path", ROWS))
-    """Jinja expression over the fields of a row, such as 'level == "5" and question | length < 500'; rows for
-    which it is false are left out."""
-    deduplicate: bool = field(default=False, metadata=only_with("path", "validation_path", ROWS))
-    """Keep only the first of several rows with the same prompt; white space makes no difference."""
-    workers: int = field(default=0, validator=ge(0), metadata=only_with(IN_ORDER))
-    """Number of processes that read rows ahead; they help only if rows are slow to read."""
+    template: str = ""
+    """Text that makes the prompt, instead of `prompt`, such as "{{ question }} Answer with a number."; each
+    `{{ field }}` is replaced by the field of the row."""
+    answer_template: str = ""
+    """Text that makes the answer, instead of `answer`."""
+    deduplicate: bool = False
+    """Keep only the first of several rows with the same messages, for files and lists: their roles, texts and
+    calls; white space around a text makes no difference."""
+    split: str = ""
+    """Split of a data set with the training prompts; the default is "train"."""
+    validation_split: str = ""
+    """Split of a data set with the held-out prompts; the default is "validation"."""
+    exact: bool = True
+    """Whether a resumed run has to continue with exactly the next row.  Without it, a stream whose position
+    cannot be proved is accepted, and the run says so."""
+    repeats: bool = False
+    """Whether ids may repeat within an epoch, as with a weighted sampler."""
 
 
 @frozen(kw_only=True)
@@ -64,14 +57,14 @@ class TaskConfig:
     success: float | None = None
     """Smallest reward of a success, which `accuracy` counts; by default the environment's own threshold, if
     it declares one."""
-    source: SourceConfig = field(factory=SourceConfig)
-    """Prompts can come from a file or data set instead of the environment."""
-    dataloader: str = ""
-    """Name of a plugin's dataloader, as in "sql:questions" or "./file.py:Questions", which gives the prompts
-    instead of the environment.  Of `source`, `where`, `workers` and the keys about the fields of a row
-    apply."""
-    dataloader_options: dict[str, Any] = field(factory=dict, metadata=only_with("dataloader"))
-    """Options of the dataloader's factory."""
+    data: str = ""
+    """The prompts: a file (.jsonl, .csv, .tsv, .parquet, .arrow), a directory, a data set "hub:NAME", or a
+    dataloader such as "sql:questions" or "./file.py:Questions".  If it is empty, the environment has them."""
+    data_options: dict[str, Any] = field(factory=dict, metadata=only_with("data", "validation_data"))
+    """How rows become prompts, and options of the dataloader's factory; see docs/sources.md."""
+    validation_data: str = ""
+    """The held-out prompts, like `data`.  If it is empty, `data` is opened with the split "validation"; if it
+    has none, the held-out prompts are the environment's."""
     player: str = ""
     """Name of the player of the rollouts: "turns" of the core, or one of a plugin.  If it is empty, "agents"
     plays environments that define `run`, and "turns" all others."""

@@ -12,7 +12,7 @@ from attrs.validators import ge, gt, le, optional
 from grpo_core.config.choices import PluginChoice
 from grpo_core.config.generation import EngineConfig
 from grpo_core.config.idle import MEASURED, only_with
-from grpo_core.config.tasks import SourceConfig, TaskConfig
+from grpo_core.config.tasks import TaskConfig
 
 INHERITED = ("name", "every", "at_start", "prompts", "top_p", "top_k", "min_p", "deadline")
 """Keys that a set of held-out prompts inherits from ``[validation]`` if it does not set them."""
@@ -34,8 +34,10 @@ class ValidationSetConfig:
     """Options of the factory of `env`."""
     success: float | None = None
     """Smallest reward of a success in `env`; by default the environment's own threshold."""
-    source: SourceConfig = field(factory=SourceConfig)
-    """File or data set of the prompts for `env`: its `validation_path`, or else its `path`."""
+    data: str = ""
+    """The prompts for `env`: a file, a data set or a dataloader, all of whose rows are held out."""
+    data_options: dict[str, Any] = field(factory=dict, metadata=only_with("data"))
+    """How rows become prompts, and options of the dataloader's factory."""
     python: str = ""
     """Python interpreter or virtual environment that runs `env` instead of `environment.python`."""
     env_vars: dict[str, str] = field(factory=dict)
@@ -68,13 +70,14 @@ class ValidationSetConfig:
         of_env = (
             self.env_options,
             self.success is not None,
-            self.source != SourceConfig(),
+            self.data,
+            self.data_options,
             self.python,
             self.env_vars,
         )
         if self.task and any(of_env):
             raise ValueError(
-                f"task = {self.task!r} with env_options, success or source: these keys belong to `env`; a "
+                f"task = {self.task!r} with env_options, success or data: these keys belong to `env`; a "
                 "task brings its own"
             )
 
@@ -131,7 +134,8 @@ class ValidationConfig(PluginChoice):
                 env=one.env,
                 options=one.env_options,
                 success=one.success,
-                source=one.source,
+                validation_data=one.data,
+                data_options=one.data_options,
                 python=one.python,
                 env_vars=one.env_vars,
             )

@@ -102,14 +102,17 @@ class Environment:
         """
         raise NotImplementedError(f"{type(self).__name__} does not define prompts(split)")
 
-    def from_source(self, prompt: Prompt) -> Prompt | Awaitable[Prompt]:
-        """Return the prompt for a row of the task's ``source``; by default ``prompt`` itself.
+    def prompt(self, row: Mapping[str, Any]) -> Prompt | Awaitable[Prompt]:
+        """Return the prompt of a row of any dataloader.
 
-        ``prompt`` is as the source's keys describe it; the fields of the row that they do not name are in its
-        ``info``.  An environment that defines this method can parse the answer, or word the question, once.
+        By default the row's three named fields are the prompt, and its other columns ``info``.  ``row`` has
+        all columns; the fields that ``data_options`` name are also under ``prompt`` (as messages), ``answer``
+        and ``id``.  An environment that defines this method can parse the answer, or word the question, once.
         May be ``async``: then up to ``concurrency`` rows are converted at the same time.
         """
-        return prompt
+        named = ("prompt", "answer", "id")
+        info = {name: value for name, value in row.items() if name not in named and value is not None}
+        return Prompt(messages=row["prompt"], answer=row.get("answer"), info=info)
 
     def evaluate(
         self, episodes: Sequence[Episode]
@@ -165,26 +168,21 @@ class Environment:
 
 @runtime_checkable
 class Loader(Protocol):
-    """The endless stream of one task's prompts: reshuffled each epoch, resumed exactly.
+    """The endless stream of one task's prompts, epoch after epoch, resumed exactly.
 
-    A sampler takes the next prompts, or looks at what is offered and decides on each: it returns the prompt,
-    or passes it over.
+    ``place`` and ``skip`` are for loaders of rows that are read by index, and so is the length.
     """
 
     def take(self, n: int) -> list[Prompt]:
         """Return the next ``n`` prompts."""
         ...
 
-    def offer(self, n: int) -> list[int]:
-        """Return the places, in the task's data, of the next ``n`` prompts."""
+    def place(self, prompt: Prompt) -> int:
+        """Return the place, in the task's data, of a prompt that was taken."""
         ...
 
-    def prompts_at(self, places: Sequence[int]) -> list[Prompt]:
-        """Return the prompts at places that were offered; the sampler returns them."""
-        ...
-
-    def pass_over(self, place: int, reason: str) -> None:
-        """Leave an offered prompt out of this epoch."""
+    def skip(self, prompt: Prompt, reason: str) -> None:
+        """Leave a prompt that was taken out of this epoch."""
         ...
 
     def __len__(self) -> int: ...
@@ -198,7 +196,8 @@ class Sampler(Protocol):
     (late, out of order, or never); ``untrained(prompt: Prompt, target_version: int) -> None``, called at once
     with each prompt that was filtered or skipped, and the target version of its request, since another will
     be requested; ``state_dict() -> dict`` of JSON values and ``load_state_dict(state)``; ``needs_places =
-    True`` if it uses ``offer`` or ``len`` of loaders, which dataloaders that are streams do not have.
+    True`` if it uses ``place``, ``skip`` or ``len`` of loaders, which streams do not have; ``looks_at = 4``
+    if it takes up to four prompts for each that it returns, and skips the others.
     """
 
     def sample(self, loaders: Mapping[str, Loader], request: SampleRequest) -> list[Prompt]: ...

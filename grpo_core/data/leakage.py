@@ -15,7 +15,7 @@ def text_of(prompt: Prompt) -> str:
 
 
 def digest(prompt: Prompt) -> int:
-    """Return a number that is equal for prompts of the same text, and different for others."""
+    """Return a number for warnings, which is equal for prompts of the same ``text_of``."""
     return int.from_bytes(blake2b(text_of(prompt).encode("utf-8", "replace"), digest_size=8).digest())
 
 

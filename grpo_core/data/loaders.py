@@ -1,172 +1,655 @@
-"""The endless stream of one task's prompts, which is reshuffled each epoch and resumes exactly.
+"""The two loaders: ``IndexedLoader`` for rows that are read by index, ``StreamLoader`` for all others.
 
-The order of an epoch is a function of (seed, task, epoch), so the state is two numbers and a resumed run
-draws what the uninterrupted run would have drawn, with any number of workers.  torchdata loads rows of files,
-data sets and plugins, with or without workers, and gets one index at a time.  The prompts of an environment,
-which are a list, are read without it: importing torch takes a second.
+Rows that have to be read or converted are read ahead, on a thread for each loader, as many as the next
+request may need.  ``take`` returns from this look-ahead at once, so the event loop never waits for a row.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hashlib
 import json
-import os
-import select
+import queue
 import threading
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
-from attrs import frozen
+from attrs import asdict, field, frozen
 
-from grpo_core.contracts.errors import CheckpointError, PluginError
+from grpo_core.config import RowOptions
+from grpo_core.contracts.errors import CheckpointError, GrpoError, PluginError
 from grpo_core.contracts.records import Prompt
-from grpo_core.data.permutation import Permutation
+from grpo_core.data.order import ShuffledOrder
+from grpo_core.data.positions import Fingerprint, difference, fingerprint
+from grpo_core.data.repeats import Ids
+from grpo_core.data.rows import RowReader, plain, raised, readable
+from grpo_core.data.sources import RawRows
+from grpo_core.data.states import packed
+from grpo_core.data.streams import EVERY, Mark, Saved, Stream, loses_state, refusal, resumed
+from grpo_core.data.workers import readers_of
 
-if TYPE_CHECKING:
-    from torchdata.stateful_dataloader import StatefulDataLoader
+T = TypeVar("T")
 
-
-class ShuffledIndices:
-    """An endless iterator over lists of ``want`` indices; its state is an epoch and a position."""
-
-    def __init__(self, n: int, *, seed: int, task: str) -> None:
-        self.want = 1
-        self.epoch = 0
-        self.position = 0
-        self._n = n
-        self._key = f"{seed}/{task}"
-        self._order: Permutation | None = None
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self
-
-    def __next__(self) -> list[int]:
-        indices: list[int] = []
-        while len(indices) < self.want:
-            if self.position == self._n:
-                self.epoch, self.position, self._order = self.epoch + 1, 0, None
-            if self._order is None:
-                self._order = Permutation(self._n, f"{self._key}/{self.epoch}")
-            end = min(self.position + self.want - len(indices), self._n)
-            indices += [self._order[place] for place in range(self.position, end)]
-            self.position = end
-        return indices
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "position": self.position}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.epoch, self.position, self._order = state["epoch"], state["position"], None
+Convert = Callable[[Sequence[Mapping[str, Any]]], Awaitable["list[Prompt] | None"]]
+"""Lets an environment make the prompts of rows; returns None if it does not."""
+NO_PROMPTS: Mapping[int, Prompt] = MappingProxyType({})
+RECENT = 65_536
+"""Number of prompts whose places are remembered, and whose ids are compared."""
+PART = 0.5
+"""Seconds after which rows that were read become prompts, although more are wanted."""
+PROVED = 32
+"""Number of rows by index that a resumed run reads again."""
 
 
-class _PromptDataset:
-    """A data set that is read by lists of indices."""
+class Thread:
+    """Runs calls one after another on a daemon thread: many sources may be used on one thread only."""
 
-    def __init__(self, prompts: Sequence[Prompt]) -> None:
-        self._prompts = prompts
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] | None = None
 
-    def __len__(self) -> int:
-        return len(self._prompts)
+    async def __call__(self, call: Callable[[], T]) -> T:
+        """Run a call, and wait for it."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
 
-    def __getitem__(self, indices: list[int]) -> list[Prompt]:
-        return [self._prompts[index] for index in indices]
+        def run() -> None:
+            try:
+                result = call()
+            except BaseException as raised_there:  # a plugin's code may raise anything
+                error = _as_exception(raised_there)
+                self._answer(loop, done, lambda: done.set_exception(error))
+            else:
+                self._answer(loop, done, lambda: done.set_result(result))
+
+        if self._calls is None:
+            self._calls = queue.SimpleQueue()
+            threading.Thread(target=self._run, args=(self._calls,), name=self._name, daemon=True).start()
+        self._calls.put(run)
+        return await done
+
+    def close(self) -> None:
+        """Let the thread end when its call returns."""
+        if self._calls is not None:
+            self._calls.put(None)
+            self._calls = None
+
+    @staticmethod
+    def _answer(loop: asyncio.AbstractEventLoop, done: asyncio.Future[T], answer: Callable[[], None]) -> None:
+        try:
+            loop.call_soon_threadsafe(lambda: None if done.done() else answer())
+        except RuntimeError:  # the loop has ended
+            return
+
+    @staticmethod
+    def _run(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+        while (call := calls.get()) is not None:
+            call()
 
 
-class TaskLoader:
-    """A ``Loader`` for the prompts of one task.
+def _as_exception(error: BaseException) -> Exception:
+    """Return an error that a future can hold."""
+    return error if isinstance(error, Exception) else PluginError(f"{type(error).__name__}: {error}")
 
-    No prompt is read before the first one is taken.
+
+@frozen
+class Ahead:
+    """A prompt of the look-ahead."""
+
+    row: int
+    """Number of its row, counted from the first epoch."""
+    place: int
+    """Place of its row in the data, or its number in a stream."""
+    prompt: Prompt
+
+
+@frozen(kw_only=True)
+class Part:
+    """Rows that were read together."""
+
+    rows: list[tuple[int, int, Any, dict[str, Any]]]
+    """Number, place, contents and fields of each."""
+    since: list[Fingerprint]
+    """Fingerprints of the rows, and of rows before them that were read again."""
+    marks: list[Mark] = field(factory=list)
+    behind: Mark | None = None
+    """State behind the rows, where it is kept instead of their fingerprints."""
+    again: bool = False
+    """Whether it begins a resumed run."""
+
+
+class LookAhead:
+    """A loader whose rows are read ahead on a thread; a subclass reads them.
 
     Args:
-        task: name of the task; part of the shuffling seed, so that tasks of equal length differ in order.
-        prompts: the prompts, with unique ids.
-        seed: seed of the shuffling.
-        workers: number of processes that read prompts ahead; 0 reads them in this process.
-        torchdata: whether torchdata reads the prompts, as it does with workers.  A list in memory does not
-            need it, and it imports torch.
-
-    Raises:
-        PluginError: there are no prompts.
+        task: name of the task.
+        name: name of the dataloader in the configuration.
+        options: how rows become prompts.
+        deadline: seconds that each wait for a prompt may take.
+        convert: see ``Convert``.
+        thread: the thread on which the dataloader was made.
     """
 
     def __init__(
-        self, task: str, prompts: Sequence[Prompt], *, seed: int, workers: int = 0, torchdata: bool = False
+        self,
+        task: str,
+        name: str,
+        options: RowOptions,
+        *,
+        deadline: float = 120.0,
+        convert: Convert | None = None,
+        thread: Thread | None = None,
     ) -> None:
-        self.task = task
-        self._prompts = prompts
-        self._seed = seed
-        self._workers = workers
-        self._torchdata = torchdata or workers > 0
-        self._drawn = 0
-        self._offers = False
-        """Whether a sampler has called ``offer``: then no prompts are read ahead."""
-        self._order: ShuffledIndices | None = None
-        """The remaining order, if this process reads the prompts itself."""
-        self._dataloader: StatefulDataLoader | None = None
-        self._stream: Iterator[list[Prompt]] = iter(())
-
-    def __len__(self) -> int:
-        """Number of prompts in an epoch."""
-        return len(self._prompts)
+        self.task, self.name, self.who = task, name, f"task {task!r}: dataloader {name!r}"
+        self.options, self.reader = options, RowReader(task, self.who, options)
+        self.fits: Callable[[Prompt], bool] = lambda prompt: True
+        """Whether a prompt is kept; the others are left out."""
+        self.rows = 0
+        """Number of rows that became prompts or were left out, until the last prompt that was taken."""
+        self.left_out = 0
+        self._deadline, self._convert = deadline, convert
+        self._ahead: deque[Ahead] = deque()
+        self._wanted = 0
+        self._filling: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._changed: Callable[[], None] = lambda: None
+        self._progress = 0.0
+        """Last time when a row became a prompt, or nothing was wanted."""
+        self._error: GrpoError | None = None
+        self._unfinished: dict[str, Prompt] = {}
+        """Prompts of a checkpoint that were drawn and not trained, by slot."""
+        self._recent: OrderedDict[str, int] = OrderedDict()
+        """Places of the prompts that were taken last, by id."""
+        self.slots = 0
+        """Largest number of prompts that are in use at once."""
+        self.warn: Callable[[str, str], None] = lambda cause, message: None
+        """Called with the cause and the text of a warning."""
+        self._ids = Ids(self.who)
+        self._named = False
+        """Whether the named fields have been found in the first rows."""
+        self.thread = thread or Thread(self.who)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the position; a copy continues there with its own workers."""
-        return {**self.__dict__, "_dataloader": None, "_stream": None}
+        """Pickle the position; a copy reads its rows with its own thread and dataloader."""
+        dropped = {
+            "_filling": None,
+            "_timer": None,
+            "thread": None,
+            "_changed": None,
+            "_convert": None,
+            "warn": None,
+        }
+        return {**self.__dict__, **dropped, "fits": None, "_ahead": deque()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self.thread = Thread(self.who)
+        self.fits, self._changed = lambda prompt: True, lambda: None
+        self.warn = lambda cause, message: None
+
+    @property
+    def size(self) -> int | None:
+        """Number of rows of an epoch; None if it is unknown."""
+        return None
+
+    # ------------------------------------------------------------------------------ of a subclass
+
+    def read(self, n: int) -> Part:
+        """Read up to ``n`` of the next rows; called on the thread."""
+        raise NotImplementedError
+
+    def origin(self, place: int) -> int:
+        """Return the place of a row in the file or table that it comes from."""
+        return place
+
+    def epoch_of(self, row: int) -> int:
+        """Return the epoch of a row that is added to the look-ahead."""
+        raise NotImplementedError
+
+    def readers(self) -> int:
+        """Return the number of workers that may each read all rows; 0 if each row is read once."""
+        return 0
+
+    def kept(self, part: Part) -> None:
+        """Keep what a checkpoint needs of rows that are added to the look-ahead."""
+
+    # ------------------------------------------------------------------------------ waiting
+
+    def ready(self, n: int, changed: Callable[[], None]) -> bool:
+        """Return whether ``n`` prompts can be taken at once.
+
+        If not, they are read, and ``changed`` is called on the running event loop when another call may
+        succeed.  Raises PluginError if the dataloader fails or takes too long.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if len(self._ahead) >= n:
+            return True
+        loop = asyncio.get_running_loop()
+        if len(self._ahead) >= self._wanted or not self._progress:
+            self._progress = time.monotonic()
+        self._wanted, self._changed = n, changed
+        if (late := self._progress + self._deadline - time.monotonic()) <= 0:
+            raise self._late()
+        self._begin()
+        self._timer = loop.call_later(late, changed)
+        return False
+
+    async def first(self, n: int) -> list[Prompt]:
+        """Return the next ``n`` prompts without taking them.  Raises GrpoError."""
+        changed = asyncio.Event()
+        while not self.ready(n, changed.set):
+            await changed.wait()
+            changed.clear()
+        return [row.prompt for row in list(self._ahead)[:n]]
+
+    def close(self) -> None:
+        """End reading; a call that runs on the thread is abandoned."""
+        for each in (self._filling, self._timer):
+            if each is not None:
+                each.cancel()
+        self.thread.close()
+
+    def keep(self, fits: Callable[[Prompt], bool]) -> None:
+        """Leave out prompts that do not fit, also of those read ahead."""
+        self.fits = fits
+        kept = [row for row in self._ahead if fits(row.prompt)]
+        self.left_out += len(self._ahead) - len(kept)
+        self._ahead = deque(kept)
+
+    def _begin(self) -> None:
+        if self._filling is None or self._filling.done():
+            self._filling = asyncio.ensure_future(self._fill())
+
+    async def _fill(self) -> None:
+        try:
+            while (missing := self._wanted - len(self._ahead)) > 0:
+                await self._add(await self.thread(functools.partial(self.read, missing)))
+        except Exception as error:
+            self._error = raised(self.who, "it", error)
+        self._changed()
+
+    def _fields(self, rows: Iterable[tuple[int, int, Any]]) -> list[tuple[int, int, Any, dict[str, Any]]]:
+        """Return rows with their fields.  Raises ConfigError if the first lack a field that is named."""
+        made = [(nth, place, row, self.reader.fields(row, self.origin(place))) for nth, place, row in rows]
+        if not self._named:
+            self._named = True
+            self.reader.check_named([row for _, _, row, _ in made])
+        return made
+
+    async def _add(self, part: Part) -> None:
+        """Convert rows, and add their prompts to the look-ahead."""
+        prompts = await self._converted([fields for *_, fields in part.rows])
+        if prompts is None:
+            prompts = [
+                self.reader.prompt(row, fields, self.origin(place)) for _, place, row, fields in part.rows
+            ]
+        self.kept(part)
+        for (number, place, row, _), prompt in zip(part.rows, prompts, strict=True):
+            packed(plain(prompt), f"{self.who}, row {place + 1}")
+            self._check_id(prompt, row, number, place)
+            if self.fits(prompt):
+                self._ahead.append(Ahead(number, place, prompt))
+                self._progress = time.monotonic()
+            else:
+                self.left_out += 1
+
+    def _check_id(self, prompt: Prompt, row: Any, number: int, place: int) -> None:
+        """Raise PluginError if an id repeats among the prompts in use; warn about others."""
+        if self.options.repeats:
+            return
+        id, hint = prompt.id, ""
+        if (readers := self.readers()) and id == str(self.origin(place)):  # the row brings no id
+            id = " ".join(digest for digest, _ in fingerprint(row).values())
+        if readers:
+            hint = (
+                f" Its data set is an iterable, which each of its {readers} workers reads whole: divide it "
+                "by torch.utils.data.get_worker_info(), or set num_workers to 0."
+            )
+        near = self._wanted + self.slots
+        if warning := self._ids.add(id, self.epoch_of(number), number, near=near, hint=hint):
+            self.warn(f"repeated_ids/{self.task}", warning)
+
+    async def _converted(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt] | None:
+        if self._convert is None or not rows:
+            return None
+        made = await self._convert(rows)
+        if made is None:
+            self._convert = None
+        elif len(made) != len(rows):
+            raise PluginError(
+                f"{self.who}: the environment made {len(made)} prompts of {len(rows)} rows; expected one each"
+            )
+        return made
+
+    def _late(self) -> PluginError:
+        left_out = f", of which {self.left_out:,} are left out" if self.left_out else ""
+        return PluginError(
+            f"{self.who} gave no prompt within {self._deadline:g} s (environment.start_deadline); it has "
+            f"given {self.rows + len(self._ahead) + self.left_out:,} rows{left_out}"
+        )
+
+    # ------------------------------------------------------------------------------ drawing
+
+    def take(self, n: int) -> list[Prompt]:
+        """Return the next ``n`` prompts, which are ``ready``.  Raises PluginError if there are fewer."""
+        if len(self._ahead) < n:
+            raise PluginError(
+                f"{self.who}: {n} prompts were taken at once, and {len(self._ahead)} have been read; a "
+                "sampler that takes more than it returns says so with looks_at"
+            )
+        taken = [self._ahead.popleft() for _ in range(n)]
+        for each in taken:
+            self.remember(each.prompt, each.place)
+        if taken:
+            self.rows = taken[-1].row + 1
+            self.forget()
+        return [each.prompt for each in taken]
+
+    def remember(self, prompt: Prompt, place: int) -> None:
+        """Remember the place of a prompt that is taken."""
+        self._recent[prompt.id] = place
+        if len(self._recent) > RECENT:
+            self._recent.popitem(last=False)
+
+    def forget(self) -> None:
+        """Drop what no later checkpoint needs."""
+
+    def place(self, prompt: Prompt) -> int:
+        """Return the place of a prompt that was taken.  Raises PluginError for a stream."""
+        raise self._no_places()
+
+    def skip(self, prompt: Prompt, reason: str) -> None:
+        """Leave a prompt out of this epoch.  Raises PluginError for a stream."""
+        raise self._no_places()
+
+    def __len__(self) -> int:
+        """Number of rows in an epoch.  Raises PluginError for a stream."""
+        raise self._no_places()
+
+    def _no_places(self) -> PluginError:
+        return PluginError(
+            f"{self.who} is a stream, and the sampler selects prompts by index; choose a sampler that only "
+            "takes the next prompts, such as mix, or let the dataloader return a sequence"
+        )
+
+    def prompt(self, id: str, slot: int) -> Prompt:
+        """Return the prompt of a slot of the checkpoint."""
+        try:
+            return self._unfinished[str(slot)]
+        except KeyError:
+            raise CheckpointError(f"{self.who}: the checkpoint lacks prompt {id!r} of slot {slot}") from None
+
+    # ------------------------------------------------------------------------------ checkpoints
+
+    def state_dict(self, unfinished: Mapping[int, Prompt] = NO_PROMPTS) -> dict[str, Any]:
+        """Return the position, and the prompts in use.
+
+        Args:
+            unfinished: prompts that were drawn and not trained, by slot.
+        """
+        return {
+            "dataloader": self.name,
+            "rows": self.rows,
+            "unfinished": {str(slot): plain(prompt) for slot, prompt in unfinished.items()},
+            "position": self._position(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state when the first prompt is read.
+
+        Raises CheckpointError if it belongs to another dataloader.
+        """
+        if state.get("dataloader") != self.name:
+            raise CheckpointError(
+                f"{self.who} is new: in the checkpoint its prompts came from "
+                f"{state.get('dataloader') or 'other data'!r}; resume with what the run was started with, or "
+                "start a new run"
+            )
+        self.rows = state["rows"]
+        self._unfinished = {
+            slot: Prompt(**given, environment=self.task) for slot, given in state["unfinished"].items()
+        }
+        self._ahead.clear()
+        self._restore(state["position"])
+
+    def _position(self) -> Any:
+        raise NotImplementedError
+
+    def _restore(self, position: Any) -> None:
+        raise NotImplementedError
+
+
+class StreamLoader(LookAhead):
+    """A loader of rows that come one after another.
+
+    A checkpoint holds a state of the stream before its last rows, and the fingerprints of the rows since.
+    With ``exact = false`` it holds the prompts read ahead, and the state behind them.
+
+    Args:
+        make: makes the stream; called on the thread.
+        first: the stream that was made already.
+        without: fields that differ each time a row is read.
+        progress: called with the numbers of rows that were read and are to be read, while rows are counted.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        name: str,
+        make: Callable[[], Any],
+        options: RowOptions,
+        *,
+        first: Any = None,
+        without: Collection[str] = (),
+        progress: Callable[[int, int], None] = lambda read, wanted: None,
+        **waiting: Any,
+    ) -> None:
+        super().__init__(task, name, options, **waiting)
+        self._make, self._first, self._progress_of_counting = make, first, progress
+        self.without = set(without)
+        self._stream = Stream(self._made, self.who)
+        self._marks: deque[Mark] = deque()
+        self._since: deque[Fingerprint] = deque()
+        """Fingerprints of the rows since the first mark."""
+        self._behind: Mark | None = None
+        self._epochs: dict[int, int] = {}
+        """Epochs of the rows that were read and not yet added to the look-ahead, by number."""
+        self._resume: Saved | Mark | None = None
+        """Where a resumed run continues, until its first row is read."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_stream": None, "_first": None, "_progress_of_counting": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._progress_of_counting = lambda read, wanted: None
+        self._stream = Stream(self._made, self.who)
+        self._restore(self._position())
+
+    def _made(self) -> Any:
+        given, self._first = self._first, None
+        return readable(self._make() if given is None else given, self.who, exact=self.options.exact)
+
+    def read(self, n: int) -> Part:
+        if (resume := self._resume) is not None:
+            return self._again(resume)
+        stream, marks = self._stream, list[Mark]()
+        rows, since = list[tuple[int, int, Any]](), list[Fingerprint]()
+        until = time.monotonic() + PART
+        while len(rows) < n and (not rows or time.monotonic() < until):
+            if self.options.exact and stream.row % EVERY == 0:
+                marks.append(stream.mark(counts=self._counts()))
+            number, row = stream.row, stream.next()
+            self._epochs[number] = stream.epoch
+            if not number:
+                stream.mark(counts=False)  # a state that no checkpoint can hold is an error now
+            rows.append((number, number, row))
+            if self.options.exact:
+                since.append(fingerprint(row, self.without))
+        behind = None if self.options.exact else stream.mark(counts=False)
+        return Part(rows=self._fields(rows), since=since, marks=marks, behind=behind)
+
+    def epoch_of(self, row: int) -> int:
+        return self._epochs.pop(row, self._stream.epoch)
+
+    def readers(self) -> int:
+        return readers_of(self._stream.given)
+
+    def _counts(self) -> bool:
+        """Return whether a resumed run has to count the rows, since the state of the stream lacks some."""
+        return self._stream.given is not None and bool(loses_state(self._stream.given))
+
+    def _again(self, resume: Saved | Mark) -> Part:
+        """Continue behind the rows of a checkpoint.  Raises ConfigError."""
+        self._resume = None
+        if isinstance(resume, Mark):
+            self._stream.restore(resume)
+            return Part(rows=[], since=[], behind=resume)
+        rows, mark = resumed(self._stream, resume, progress=self._progress_of_counting), resume.mark
+        since: list[Fingerprint] = [fingerprint(row, self.without) for row in rows]
+        ahead = [(number, number, row) for number, row in enumerate(rows, mark.row) if number >= self.rows]
+        return Part(rows=self._fields(ahead), since=since, marks=[mark], again=True)
+
+    def kept(self, part: Part) -> None:
+        if part.again:
+            self._marks.clear()
+            self._since.clear()
+        self._marks += part.marks
+        self._since += part.since
+        self._behind = part.behind or self._behind
+
+    def forget(self) -> None:
+        while len(self._marks) > 2 and self._marks[2].row <= self.rows:
+            first = self._marks.popleft()
+            for _ in range(self._marks[0].row - first.row):
+                self._since.popleft()
+
+    def _position(self) -> Any:
+        if self._resume is not None:  # nothing was read since the run was resumed
+            return self._saved(self._resume)
+        if not self.options.exact:
+            return self._saved(self._behind or Mark(0, 0, 0))
+        mark = self._marks[0] if self._marks else Mark(0, 0, 0)
+        return self._saved(Saved(mark, list(self._since), self.without))
+
+    def _saved(self, where: Saved | Mark) -> Any:
+        if isinstance(where, Mark):
+            ahead = [[each.row, each.place, plain(each.prompt)] for each in self._ahead]
+            return {"ahead": ahead, "behind": asdict(where, recurse=False)}
+        mark = asdict(where.mark, recurse=False)
+        return {"mark": mark, "since": where.since, "without": sorted(where.without)}
+
+    def _restore(self, position: Any) -> None:
+        self._stream = Stream(self._made, self.who)
+        if "behind" in position:
+            self._resume = Mark(**position["behind"])
+            for row, place, given in position["ahead"]:
+                self._ahead.append(Ahead(row, place, Prompt(**given, environment=self.task)))
+        else:
+            self._resume = saved = Saved.of(position)
+            self.without = set(saved.without)
+
+
+class IndexedLoader(LookAhead):
+    """A loader of rows that are read by index, in an order of our own for each epoch.
+
+    Prompts that are at hand are read when they are taken; other rows are read ahead.
+
+    Args:
+        task: name of the task; part of the seed, so that tasks of equal length differ in order.
+        rows: the prompts, with unique ids; or rows that are read ahead.
+        seed: seed of the shuffling.
+        at_hand: whether the rows are prompts that can be read at once.
+        without: fields that differ each time a row is read.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        rows: Sequence[Any],
+        *,
+        seed: int,
+        name: str = "",
+        options: RowOptions | None = None,
+        at_hand: bool = True,
+        without: Collection[str] = (),
+        **waiting: Any,
+    ) -> None:
+        super().__init__(task, name, options or RowOptions(), **waiting)
+        self.without = set(without)
+        self._rows, self._seed, self.at_hand = rows, seed, at_hand
+        self.read_rows: Any = None
+        """All rows, if they have been read before the run."""
+        self._read_until = 0
+        """Number of the next row to read ahead."""
+        self._since: deque[tuple[int, Fingerprint]] = deque()
+        """Fingerprints of the last rows before the next one, and of those read ahead, with their numbers."""
+        self._proof: list[tuple[int, Fingerprint]] = []
+        """Rows of a checkpoint that are still to be compared."""
+
+    def __len__(self) -> int:
+        """Number of rows in an epoch."""
+        return len(self._rows)
+
+    @property
+    def size(self) -> int | None:
+        return len(self)
+
+    @functools.cached_property
+    def _order(self) -> ShuffledOrder:
+        return ShuffledOrder(len(self), seed=self._seed, task=self.task)
 
     @property
     def epoch(self) -> float:
         """Number of epochs drawn; 1.5 is half of the second."""
-        return self._drawn / len(self)
+        return self.rows / len(self)
+
+    # ------------------------------------------------------------------------------ drawing
+
+    def ready(self, n: int, changed: Callable[[], None]) -> bool:
+        return self.at_hand or super().ready(n, changed)
+
+    async def first(self, n: int) -> list[Prompt]:
+        if not self.at_hand:
+            return await super().first(n)
+        return [self._rows[self._order[number]] for number in range(self.rows, self.rows + n)]
 
     def take(self, n: int) -> list[Prompt]:
-        """Return the next ``n`` prompts."""
-        if n < 1:
-            return []
-        if self._offers or not self._torchdata:
-            return self.prompts_at(self._draw(n))
-        if self._dataloader is None:
-            self._dataloader = self._open()
-            self._stream = iter(self._dataloader)
-        self._drawn += n
-        return [prompt for _ in range(n) for prompt in next(self._stream)]
-
-    def offer(self, n: int) -> list[int]:
-        """Return the places, in the task's data, of the next ``n`` prompts."""
-        if not self._offers:
-            self._offers = True
-            self._dataloader, self._stream = None, iter(())
-        return self._draw(n)
-
-    def prompts_at(self, places: Sequence[int]) -> list[Prompt]:
-        """Return the prompts at places that were offered."""
-        return [self._prompts[place] for place in places]
-
-    def pass_over(self, place: int, reason: str) -> None:
-        """Leave an offered prompt out of this epoch; the caller that draws prompts records it."""
-
-    def _draw(self, n: int) -> list[int]:
-        self._order = self._order or self._order_from_here()
-        self._drawn += n
-        self._order.want = n
-        return next(self._order) if n else []
-
-    def _order_from_here(self) -> ShuffledIndices:
-        if not len(self):
+        if not self.at_hand:
+            return super().take(n)
+        if n and not len(self):
             raise PluginError(
                 f"task {self.task!r}: its environment has no training prompts; expected at least one"
             )
-        order = ShuffledIndices(len(self), seed=self._seed, task=self.task)
-        epoch, position = divmod(self._drawn, len(self))
-        order.load_state_dict({"epoch": epoch, "position": position})
-        return order
+        prompts = []
+        for number in range(self.rows, self.rows + n):
+            place = self._order[number]
+            prompt = self._rows[place]
+            self.remember(prompt, place)
+            prompts.append(prompt)
+        self.rows += n
+        return prompts
+
+    def place(self, prompt: Prompt) -> int:
+        """Return the place, in the task's data, of a prompt that was taken."""
+        return self._recent[prompt.id]
+
+    def skip(self, prompt: Prompt, reason: str) -> None:
+        """Leave a prompt that was taken out of this epoch; the caller that draws prompts records it."""
 
     def prompt(self, id: str, slot: int = 0) -> Prompt:
-        """Return the prompt with this id, in any slot.  Raises CheckpointError if it is gone."""
+        if not self.at_hand:
+            return super().prompt(id, slot)
         try:
-            return self._prompts[self._index_of[id]]
+            return self._rows[self._index_of[id]]  # type: ignore[no-any-return]
         except KeyError:
             raise CheckpointError(
                 f"task {self.task!r}: the checkpoint mentions prompt {id!r}, which is not among the "
@@ -174,15 +657,67 @@ class TaskLoader:
                 "options that the run was started with"
             ) from None
 
-    def state_dict(self, unfinished: Mapping[int, Prompt] = MappingProxyType({})) -> dict[str, Any]:
-        """Return the position and a fingerprint of the prompts, as JSON values.
+    def read(self, n: int) -> Part:
+        if self._proof:
+            self._prove(self._proof)
+            self._proof = []
+        rows: list[tuple[int, int, Any]] = []
+        until = time.monotonic() + PART
+        while len(rows) < n and (not rows or time.monotonic() < until):
+            place = self._order[self._read_until]
+            rows.append((self._read_until, place, self._rows[place]))
+            self._read_until += 1
+        proving = [] if self._known else rows
+        since: list[Fingerprint] = [fingerprint(row, self.without) for _, _, row in proving]
+        return Part(rows=self._fields(rows), since=since)
 
-        The ``unfinished`` prompts are not part of it: they are found again by their ids.
+    def epoch_of(self, row: int) -> int:
+        return row // len(self)
+
+    def origin(self, place: int) -> int:
+        return int(self._rows.places[place]) if isinstance(self._rows, RawRows) else place
+
+    def _prove(self, proof: Sequence[tuple[int, Fingerprint]]) -> None:
+        """Raise ConfigError unless rows are those of the checkpoint."""
+        found = [fingerprint(self._rows[self._order[number]], self.without) for number, _ in proof]
+        if (differs := difference([each for _, each in proof], found, proof[0][0])) is not None:
+            raise refusal(self.who, self._rows, differs)
+
+    def kept(self, part: Part) -> None:
+        self._since += [(row[0], each) for row, each in zip(part.rows, part.since, strict=False)]
+
+    def forget(self) -> None:
+        while self._since and self._since[0][0] < self.rows - PROVED:
+            self._since.popleft()
+
+    # ------------------------------------------------------------------------------ checkpoints
+
+    def state_dict(self, unfinished: Mapping[int, Prompt] = NO_PROMPTS) -> dict[str, Any]:
+        """Return the position and what determines the rows.
+
+        Prompts at hand that are unfinished are not part of it: they are found again by their ids.
         """
-        return {**self._source, "taken": self._drawn, **({"offers": True} if self._offers else {})}
+        if self.at_hand:
+            return {**self._source, "taken": self.rows}
+        return super().state_dict(unfinished)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state.  Raises CheckpointError if it belongs to other prompts or another seed."""
+        if not self.at_hand:
+            super().load_state_dict(state)
+            return
+        self._compare(state)
+        self.rows = state["taken"]
+
+    def _position(self) -> Any:
+        return {**self._source, "since": [list(each) for each in self._proof or self._since]}
+
+    def _restore(self, position: Any) -> None:
+        self._compare(position)
+        self._read_until = self.rows
+        self._proof = [(number, each) for number, each in position["since"]]
+
+    def _compare(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError for the state of other prompts or another seed."""
         for key, expected in self._source.items():
             if state.get(key) != expected:
                 raise CheckpointError(
@@ -190,80 +725,32 @@ class TaskLoader:
                     f"{expected!r}, in the checkpoint {state.get(key)!r}); resume with the environment, the "
                     "options and the seed that the run was started with, or start a new run"
                 )
-        self._drawn = state["taken"]
-        self._dataloader, self._stream, self._order = None, iter(()), None
-        self._offers = bool(state.get("offers"))
 
-    def _open(self) -> StatefulDataLoader:
-        import torch
-        from torchdata.stateful_dataloader import StatefulDataLoader
-
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata's call
-            return StatefulDataLoader(
-                _PromptDataset(self._prompts),
-                batch_size=None,
-                sampler=self._order_from_here(),
-                collate_fn=as_it_is,
-                generator=torch.Generator(),  # otherwise it draws from torch's global generator
-                num_workers=self._workers,
-                multiprocessing_context=workers_context() if self._workers else None,
-                worker_init_fn=EndsWith(os.getpid()),
-            )
+    @property
+    def _known(self) -> str:
+        """The hash of all rows, if it is known."""
+        return str(getattr(self._rows, "fingerprint", ""))
 
     @functools.cached_property
     def _index_of(self) -> dict[str, int]:
-        return {prompt.id: index for index, prompt in enumerate(self._prompts)}
+        return {prompt.id: index for index, prompt in enumerate(self._rows)}
 
     @functools.cached_property
     def _source(self) -> dict[str, Any]:
-        """Return what determines the stream.  Answers are left out, so that they can be corrected."""
-        prompts = len(self)
-        known = getattr(self._prompts, "fingerprint", "")
-        return {"prompts": prompts, "fingerprint": known or fingerprint(self._prompts), "seed": self._seed}
+        """What determines the rows.  Answers are left out, so that they can be corrected."""
+        kind = type(self._rows)
+        lazy = "" if self.at_hand else f"{kind.__module__}.{kind.__qualname__}"
+        return {
+            "prompts": len(self),
+            "fingerprint": self._known or lazy or hash_of(self._rows),
+            "seed": self._seed,
+        }
 
 
-def fingerprint(prompts: Iterable[Prompt]) -> str:
+def hash_of(prompts: Iterable[Prompt]) -> str:
     """Hash ids and messages, in order."""
     digest = hashlib.sha256()
     for prompt in prompts:
         line = json.dumps([prompt.id, prompt.messages], default=lambda value: type(value).__name__)
         digest.update(line.encode())
     return digest.hexdigest()[:16]
-
-
-def workers_context() -> Any:
-    """Make a context whose workers are forked from a server without threads."""
-    import multiprocessing
-
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torchdata.stateful_dataloader", __name__])
-    return context
-
-
-@frozen
-class EndsWith:
-    """A loader's ``worker_init_fn`` that ends the worker with the run's process.
-
-    Without it, the server that forks the workers and the workers keep each other alive.
-    """
-
-    pid: int
-    also: Callable[[int], None] | None = None
-    """The loader's original function."""
-
-    def __call__(self, worker: int) -> None:
-        if hasattr(os, "pidfd_open"):  # Linux
-            threading.Thread(target=self._wait, args=(os.pidfd_open(self.pid),), daemon=True).start()
-        if self.also is not None:
-            self.also(worker)
-
-    @staticmethod
-    def _wait(process: int) -> None:
-        select.select([process], [], [])
-        os._exit(1)
-
-
-def as_it_is(rows: Any) -> Any:
-    """Return the rows unchanged; torch would make tensors of their numbers."""
-    return rows

@@ -8,6 +8,7 @@ again until it is below ("cycle walking").
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from math import isqrt
 
 ROUNDS = 8
@@ -54,3 +55,11 @@ def _mixed(number: int, key: int) -> int:
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
     return mixed ^ (mixed >> 31)
+
+
+def some(n: int, wanted: int, key: str) -> Sequence[int]:
+    """Return ``wanted`` of ``range(n)``, in order, chosen by a key; all if there are no more."""
+    if n <= wanted:
+        return range(n)
+    order = Permutation(n, key)
+    return sorted(order[place] for place in range(wanted))

@@ -1,102 +1,191 @@
-"""The rows of a plugin's dataloader, as prompts.
-
-A *sized* dataloader is read by index, in the order of ``TaskLoader``: sequences, and torch's ``Dataset``.  A
-*stream* is iterated: everything else that has a state.
-"""
+"""Rows of dataloaders, and the prompts that they become."""
 
 from __future__ import annotations
 
-import os
-import pickle
+import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from attrs import evolve
-
-from grpo_core.config import SourceConfig
-from grpo_core.contracts.errors import (
-    CheckpointError,
-    ConfigError,
-    GrpoError,
-    PluginError,
-    describe,
-    fault_of,
-)
-from grpo_core.contracts.records import Prompt
-from grpo_core.data.loaders import EndsWith, TaskLoader, as_it_is, workers_context
-from grpo_core.data.sources import Source
-from grpo_core.data.states import packed, unpacked
-from grpo_core.plugins.files import FILE_PREFIX, module_name
-from grpo_core.plugins.installed import import_file
+from grpo_core.config import RowOptions
+from grpo_core.contracts.errors import ConfigError, GrpoError, PluginError
+from grpo_core.contracts.records import Message, Prompt
+from grpo_core.contracts.unicode import lone_surrogate, unreadable
+from grpo_core.data.files import is_null
+from grpo_core.data.workers import prepare_workers
+from grpo_core.text.messages import MessageError, prompt_messages
 from grpo_core.text.messages import readable as readable_prompt
 
+PROMPT_FIELDS = ("prompt", "messages", "question")
+"""Fields that may hold the prompt, in order of preference, if the configuration names no field."""
 FORMS = (
     "a sequence, a torch Dataset, a torchdata StatefulDataLoader or torchdata.nodes pipeline, or an iterable "
     "with state_dict() and load_state_dict()"
 )
-
-
-class Feed(Protocol):
-    """The rows of a dataloader, one after another."""
-
-    size: int | None
-    """Number of rows of an epoch; None if it is not known."""
-
-    def read(self) -> tuple[int | None, Prompt | None]:
-        """Return the next row's place, if rows are read by index, and its prompt.
-
-        The prompt is None if ``source.where`` leaves the row out.
-        """
-
-    def state(self) -> Any:
-        """Return what ``restore`` needs to continue after the last row that was read."""
-
-    def restore(self, state: Any) -> None:
-        """Continue from a state.  Raises CheckpointError if it belongs to other rows."""
+FIELD = re.compile(r"\{\{\s*([^{}]*?)\s*\}\}")
+"""A field in a template."""
+NAMED = ("prompt", "answer", "id")
+"""Fields that every row has in ``Environment.prompt``, under these names."""
 
 
 class RowReader:
-    """Makes prompts of rows, as the source of a task does.
+    """Makes prompts of rows.
 
     Args:
         task: name of the task.
         who: the dataloader, for messages.
-        config: ``tasks.NAME.source``, whose keys name the fields of a row.
+        options: name the fields of a row.
     """
 
-    def __init__(self, task: str, who: str, config: SourceConfig) -> None:
-        self._task, self._who = task, who
-        self._source = Source(task, who, config, what="dataloader")
+    def __init__(self, task: str, who: str, options: RowOptions) -> None:
+        self.task, self.who, self.options = task, who, options
 
-    def prompt(self, row: Any, place: int) -> Prompt | None:
-        """Return the prompt of a row, or None if ``source.where`` leaves it out.
+    def fields(self, row: Any, place: int) -> dict[str, Any]:
+        """Return what ``Environment.prompt`` receives for a row: its columns, and the three named fields.
 
-        Raises ConfigError for a row that is not a prompt, PluginError for one that no checkpoint can hold.
+        The field ``prompt`` is missing if no column may hold the prompt and none is named.
+        Raises ConfigError for a field that is not a prompt, PluginError for something that is not a row.
         """
+        options = self.options
+        if isinstance(row, str):
+            row = {"prompt": row}
         if isinstance(row, Prompt):
-            who = f"task {self._task!r}: dataloader {self._who!r}, row {place + 1}"
-            prompt = readable_prompt(evolve(row, environment=self._task, id=row.id or str(place)), who)
-        elif isinstance(row, Mapping):
-            found = self._source.prompt_of(row, place)
-            if found is None:
-                return None
-            prompt = found
+            messages: Any = readable_prompt(row, self._place(place)).messages
+            named = {"prompt": self._with_system(messages), "answer": row.answer, "id": row.id or str(place)}
+            return {**row.info, **named}
+        columns = self._columns(row, place)
+        if options.template:
+            text = self._filled("template", options.template, columns, place)
+            messages = self._messages(text, "template", place)
+        elif (field := self._field(columns, place)) is not None:
+            messages = self._messages(columns[field], field, place)
         else:
-            batch = isinstance(row, list | tuple) and bool(row) and isinstance(row[0], Prompt | Mapping)
-            hint = "; give batch_size=None, so that rows come one by one" if batch else ""
-            raise PluginError(
-                f"task {self._task!r}: dataloader {self._who!r}, row {place + 1} is {row!r:.80} of type "
-                f"{type(row).__name__}, expected a Prompt or a mapping of fields{hint}"
+            messages = None
+        if options.answer_template:
+            answer: Any = self._filled("answer_template", options.answer_template, columns, place)
+        else:
+            answer = columns.get(options.answer)
+        id = columns.get(options.id)
+        named = {"answer": None if is_null(answer) else answer, "id": str(place) if missing(id) else str(id)}
+        return {**columns, **({} if messages is None else {"prompt": messages}), **named}
+
+    def prompt(self, row: Any, fields: Mapping[str, Any], place: int) -> Prompt:
+        """Return the prompt of a row whose environment does not convert it.
+
+        Args:
+            row: as the dataloader gave it.
+            fields: of the row.
+            place: of the row.
+
+        Raises ConfigError if the row has no prompt.
+        """
+        if "prompt" not in fields:
+            columns = ", ".join(map(repr, row)) or "nothing"
+            raise ConfigError(
+                f"{self._place(place)}: has no field {' or '.join(map(repr, PROMPT_FIELDS))}, only "
+                f"{columns}; data_options.prompt names the field of the prompt"
             )
-        packed(plain(prompt), f"task {self._task!r}: dataloader {self._who!r}, row {place + 1}")
-        return prompt
+        if isinstance(row, Prompt):
+            info = row.info
+        else:
+            used = {self.options.answer, self.options.id, self._prompt_field(row)}
+            info = {
+                name: value
+                for name, value in ({} if isinstance(row, str) else row).items()
+                if name not in used and not is_null(value)
+            }
+        id, messages = fields["id"], fields["prompt"]
+        if surrogate := lone_surrogate([id, messages]):
+            raise ConfigError(f"{self._place(place)}: prompt {id!r} {unreadable(surrogate)}")
+        return Prompt(messages=messages, answer=fields["answer"], id=id, environment=self.task, info=info)
+
+    def check_named(self, rows: Sequence[Any]) -> None:
+        """Raise ConfigError if a field that the options name is in none of these rows."""
+        tables = [row for row in rows if isinstance(row, Mapping)]
+        usual, columns = RowOptions(), dict.fromkeys(str(name) for row in tables for name in row)
+        for key in NAMED:
+            name = getattr(self.options, key)
+            if tables and name and name != getattr(usual, key) and name not in columns:
+                raise ConfigError(
+                    f"{self.who}: no row has {name!r}, which data_options.{key} names; columns: "
+                    f"{', '.join(columns)}"
+                )
+
+    def _columns(self, row: Any, place: int) -> Mapping[str, Any]:
+        if isinstance(row, Mapping):
+            return row
+        batch = isinstance(row, list | tuple) and bool(row) and isinstance(row[0], Prompt | Mapping)
+        hint = "; give batch_size=None, so that rows come one by one" if batch else ""
+        raise PluginError(
+            f"{self._place(place)} is {row!r:.80} of type {type(row).__name__}, expected a Prompt or a "
+            f"mapping of fields{hint}"
+        )
+
+    def _prompt_field(self, columns: Any) -> str | None:
+        """Return the field of the prompt, or None if there is none, or a template makes the prompt."""
+        if self.options.template:
+            return None
+        wanted = (self.options.prompt,) if self.options.prompt else PROMPT_FIELDS
+        there = [name for name in wanted if name in columns] if isinstance(columns, Mapping) else []
+        return next((name for name in there if not is_null(columns[name])), there[0] if there else None)
+
+    def _field(self, columns: Mapping[str, Any], place: int) -> str | None:
+        """Return the field of the prompt.  Raises ConfigError if the options name one that is not there."""
+        field = self._prompt_field(columns)
+        if field is None and (named := self.options.prompt):
+            raise ConfigError(
+                f"{self._place(place)}: no row has {named!r}, which data_options.prompt names; columns: "
+                f"{', '.join(map(str, columns))}"
+            )
+        return field
+
+    def _messages(self, given: Any, field: str, place: int) -> tuple[Message, ...]:
+        """Return the messages of a prompt's field.  Raises ConfigError if it is not a prompt."""
+        given = given.tolist() if hasattr(given, "tolist") else given  # numpy's, in rows of pandas
+        if not isinstance(given, str | list | tuple) or not given:
+            raise ConfigError(
+                f"{self._place(place)}: {field!r} is {given!r:.80}, expected text or messages such as "
+                "{'role': 'user', 'content': '...'}"
+            )
+        messages: tuple[Message, ...] = ({"role": "user", "content": given},)
+        try:
+            messages = messages if isinstance(given, str) else prompt_messages(given)
+        except MessageError as error:
+            raise ConfigError(f"{self._place(place)}: {error}") from None
+        return self._with_system(messages)
+
+    def _with_system(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        system = self.options.system
+        return ({"role": "system", "content": system}, *messages) if system else messages
+
+    def _filled(self, key: str, template: str, columns: Mapping[str, Any], place: int) -> str:
+        """Replace the fields in a template.  Raises ConfigError for a field that the row does not have."""
+
+        def value(found: re.Match[str]) -> str:
+            name = found[1]
+            if name not in columns or is_null(columns[name]):
+                raise ConfigError(
+                    f"{self._place(place)}: data_options.{key} names the field {name!r}, which "
+                    f"{'is null' if name in columns else 'is missing'}; it has "
+                    f"{', '.join(map(repr, columns))}. A dataloader can compute other texts "
+                    "(docs/first-dataloader.md)"
+                )
+            return str(columns[name])
+
+        return FIELD.sub(value, template)
+
+    def _place(self, place: int) -> str:
+        return f"{self.who}, row {place + 1}"
+
+
+def missing(value: Any) -> bool:
+    """Return whether an answer or id is null, or an empty text, as in a table of texts."""
+    return is_null(value) or (isinstance(value, str) and not value)
 
 
 def plain(prompt: Prompt) -> dict[str, Any]:
-    """Convert a prompt to values that ``packed`` accepts."""
+    """Convert a prompt to values that a checkpoint can hold."""
     return {
         "id": prompt.id,
         "messages": list(prompt.messages),
@@ -105,136 +194,7 @@ def plain(prompt: Prompt) -> dict[str, Any]:
     }
 
 
-class SizedRows(Sequence[Any]):
-    """Rows that are read by index: places with prompts, or with None if ``source.where`` leaves it out."""
-
-    def __init__(self, rows: Any, reader: RowReader) -> None:
-        self._rows, self._reader = rows, reader
-        kind = type(rows)
-        self.fingerprint = str(getattr(rows, "fingerprint", "") or f"{kind.__module__}.{kind.__qualname__}")
-        """Text that identifies the rows without reading them."""
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle for a worker, which has not imported the file of a plugin that is not installed."""
-        module = sys.modules.get(type(self._rows).__module__)
-        file = getattr(module, "__file__", None) or ""
-        try:
-            rows = pickle.dumps(self._rows)
-        except Exception as error:
-            raise PluginError(
-                f"its rows cannot be sent to the processes of source.workers ({describe(error)}); leave "
-                "workers out, or open files and connections when the first row is read"
-            ) from error
-        named = file if module is not None and module.__name__ == module_name(Path(file)) else ""
-        return _rows_again, (named, rows, self._reader)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        return index, self._reader.prompt(self._rows[index], index)
-
-
-def _rows_again(file: str, rows: bytes, reader: RowReader) -> SizedRows:
-    """Return the rows that were sent to this process."""
-    if file:
-        import_file(Path(file))
-    return SizedRows(pickle.loads(rows), reader)
-
-
-class SizedFeed:
-    """The rows of a sized dataloader, shuffled each epoch, read by torchdata."""
-
-    def __init__(self, task: str, rows: SizedRows, *, seed: int, workers: int) -> None:
-        self.size: int | None = len(rows)
-        self._loader = TaskLoader(task, rows, seed=seed, workers=workers, torchdata=True)
-
-    def read(self) -> tuple[int | None, Prompt | None]:
-        row: Any = self._loader.take(1)[0]  # of SizedRows
-        return row[0], row[1]
-
-    def state(self) -> Any:
-        return self._loader.state_dict()
-
-    def restore(self, state: Any) -> None:
-        self._loader.load_state_dict(state)
-
-
-class StreamFeed:
-    """The rows of a stream, which is made anew when it ends.
-
-    Args:
-        make: makes the stream.
-        first: the stream that was made already.
-    """
-
-    size: int | None = None
-
-    def __init__(self, make: Callable[[], Any], first: Any, reader: RowReader, *, who: str) -> None:
-        self._make, self._stream, self._reader, self._who = make, first, reader, who
-        self._iterator: Iterator[Any] | None = None
-        self._rows = self._epoch = self._of_epoch = 0
-
-    def read(self) -> tuple[int | None, Prompt | None]:
-        while True:
-            if self._stream is None:
-                self._stream = self._make()
-            if self._iterator is None:
-                self._iterator = iter(self._stream)
-            try:
-                row = next(self._iterator)
-            except StopIteration:
-                if not self._of_epoch:
-                    raise PluginError(f"{self._who}: it ended without a row") from None
-                self._epoch, self._of_epoch, self._stream, self._iterator = self._epoch + 1, 0, None, None
-                continue
-            place, self._rows, self._of_epoch = self._rows, self._rows + 1, self._of_epoch + 1
-            return None, self._reader.prompt(row, place)
-
-    def state(self) -> Any:
-        state, arrays = packed(self._stream.state_dict(), f"{self._who}: state_dict()")
-        return {
-            "epoch": self._epoch,
-            "rows": self._rows,
-            "of_epoch": self._of_epoch,
-            "own": unpacked(state, arrays),  # a copy: the stream may change what it returned
-        }
-
-    def restore(self, state: Any) -> None:
-        self._stream, self._iterator = self._make(), None
-        self._rows, self._epoch, self._of_epoch = state["rows"], state["epoch"], state["of_epoch"]
-        try:
-            self._stream.load_state_dict(state["own"])
-        except Exception as error:
-            raise CheckpointError(
-                f"{self._who} cannot continue from its state in the checkpoint: {describe(error)}"
-            ) from error
-
-
-def feed(make: Callable[[], Any], reader: RowReader, *, task: str, who: str, seed: int, workers: int) -> Feed:
-    """Make a dataloader and return its rows.
-
-    Args:
-        make: calls the plugin's factory.
-        workers: number of processes that read sized rows ahead.
-
-    Raises PluginError if it cannot be read, or its position cannot be saved.
-    """
-    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata's own call
-    given = make()
-    first = readable(given, who, workers)
-    if is_sized(first):
-        if not len(first):
-            raise PluginError(f"{who}: it has no rows; expected at least one")
-        return SizedFeed(task, SizedRows(first, reader), seed=seed, workers=workers)
-    if workers and not _is(given, "torch.utils.data", "IterableDataset"):
-        raise ConfigError(
-            f"{who}: tasks.{task}.source.workers = {workers} reads rows by index, and this is a stream; "
-            "leave it out, and let the stream have its own workers"
-        )
-    return StreamFeed(lambda: readable(make(), who, workers), first, reader, who=who)
+# ---------------------------------------------------------------------------------- dataloaders
 
 
 def is_sized(rows: Any) -> bool:
@@ -242,58 +202,64 @@ def is_sized(rows: Any) -> bool:
     return hasattr(rows, "__getitem__") and hasattr(rows, "__len__")
 
 
-def in_order(rows: Any) -> Iterator[Any]:
-    """Yield the rows of an epoch."""
-    return (rows[place] for place in range(len(rows))) if is_sized(rows) else iter(rows)
+def is_at_hand(rows: Any) -> bool:
+    """Return whether all rows can be read before a run begins: a list, or the rows of a file."""
+    return isinstance(rows, list | tuple) or bool(getattr(rows, "read_at_start", False))
 
 
-def readable(given: Any, who: str, workers: int = 0) -> Any:
-    """Return a sized dataloader or a stream with a state.  Raises PluginError for anything else."""
-    if _is(given, "torch.utils.data", "IterableDataset"):
+def readable(given: Any, who: str, *, exact: bool = True) -> Any:
+    """Return rows that are read by index, or an iterable.  Raises PluginError for anything else.
+
+    Args:
+        given: a plugin's dataloader.
+        who: the dataloader, for messages.
+        exact: whether its position has to be saved.
+    """
+    ignore_warnings_of_torchdata()
+    if is_of(given, "torch.utils.data", "IterableDataset"):
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-        given = StatefulDataLoader(given, batch_size=None, num_workers=workers, collate_fn=as_it_is)
-    if _is(given, "torch.utils.data", "DataLoader") and given.num_workers:
-        _prepare_workers(given, who)
-    if _is(given, "torchdata.nodes", "BaseNode"):
+        given = StatefulDataLoader(given, batch_size=None, collate_fn=as_it_is)
+    if is_of(given, "torch.utils.data", "DataLoader") and given.num_workers:
+        prepare_workers(given, who)
+    if is_of(given, "torchdata.nodes", "BaseNode"):
         from torchdata.nodes import Loader
 
         return Loader(given, restart_on_stop_iteration=False)
     if isinstance(given, str | bytes | Mapping):
         raise PluginError(f"{who}: it is {given!r:.80}, of type {type(given).__name__}; expected {FORMS}")
+    if hasattr(given, "iloc"):  # iterating a DataFrame gives the names of its columns
+        raise PluginError(
+            f"{who}: it is a {type(given).__name__}; give its rows, as in frame.to_dict('records')"
+        )
     if is_sized(given):
         return given
     if not hasattr(given, "__iter__"):
         raise PluginError(f"{who}: it is {given!r:.80}, of type {type(given).__name__}; expected {FORMS}")
-    missing = [name for name in ("state_dict", "load_state_dict") if not hasattr(given, name)]
-    if missing:
+    lacking = [name for name in ("state_dict", "load_state_dict") if not hasattr(given, name)]
+    if lacking and exact:
         better = (
             "torchdata.stateful_dataloader.StatefulDataLoader takes the same arguments and has both"
-            if _is(given, "torch.utils.data", "DataLoader")
-            else "without them a run could not be resumed. Add them, or return "
-            "torchdata.nodes.IterableWrapper(...), which skips what was read before"
+            if is_of(given, "torch.utils.data", "DataLoader")
+            else "without them a run could not be resumed. Add them, return rows with a length, or set "
+            "data_options.exact = false"
         )
         kind = type(given).__name__
-        raise PluginError(f"{who}: it is an iterable, a {kind}, without {' and '.join(missing)}: {better}")
+        raise PluginError(f"{who}: it is an iterable, a {kind}, without {' and '.join(lacking)}: {better}")
     return given
 
 
-def _prepare_workers(loader: Any, who: str) -> None:
-    """Start a loader's workers from a server without threads: a fork of a process with threads may hang.
-
-    Raises PluginError if the workers could not import its dataset.
-    """
-    kind = type(loader.dataset)
-    if kind.__module__.startswith(FILE_PREFIX):
-        raise PluginError(
-            f"{who}: num_workers = {loader.num_workers}: its dataset {kind.__name__} is defined in a single "
-            "file, which workers cannot import; move it to a module next to the file, or set num_workers = 0"
-        )
-    loader.multiprocessing_context = loader.multiprocessing_context or workers_context()
-    loader.worker_init_fn = EndsWith(os.getpid(), loader.worker_init_fn)
+def ignore_warnings_of_torchdata() -> None:
+    """Ignore the warning of a call of torch that torchdata makes itself."""
+    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
 
 
-def _is(given: Any, module: str, name: str) -> bool:
+def as_it_is(rows: Any) -> Any:
+    """Return the rows unchanged; torch would make tensors of their numbers."""
+    return rows
+
+
+def is_of(given: Any, module: str, name: str) -> bool:
     """Return whether something is of a class whose module may not be imported."""
     there = sys.modules.get(module)
     return there is not None and isinstance(given, getattr(there, name))

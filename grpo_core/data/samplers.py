@@ -25,7 +25,7 @@ from grpo_core.contracts.events import PromptsPassedOver
 from grpo_core.contracts.protocols import Loader, Sampler
 from grpo_core.contracts.records import Group, Prompt, SampleRequest
 from grpo_core.contracts.typed import Count, checked
-from grpo_core.data.dataloaders import Dataloader
+from grpo_core.data.loaders import LookAhead
 from grpo_core.data.quotas import Quotas, SavedQuotas
 from grpo_core.text.messages import readable
 
@@ -218,15 +218,19 @@ class PromptStream:
     _watched: dict[str, _WatchedLoader] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._watched = {task: _WatchedLoader(loader) for task, loader in self.loaders.items()}
+        looks_at = int(getattr(self.sampler, "looks_at", 0))
+        self._watched = {
+            task: _WatchedLoader(task, loader, looks_at) for task, loader in self.loaders.items()
+        }
 
     def ready(self, n: int, changed: Callable[[], None]) -> bool:
-        """Return whether each loader has ``n`` prompts at once: the sampler may take them all from one.
+        """Return whether each loader has the prompts for a request of ``n``: all may come from one.
 
         If not, ``changed`` is called on the running event loop when another call may succeed.
         """
-        waiting = [each for each in self.loaders.values() if isinstance(each, Dataloader)]
-        ready = [each.ready(n, changed) for each in waiting]  # loaders that are not ready begin to read
+        wanted = n * max(1, int(getattr(self.sampler, "looks_at", 1)))
+        waiting = [each for each in self.loaders.values() if isinstance(each, LookAhead)]
+        ready = [each.ready(wanted, changed) for each in waiting]  # loaders that are not ready begin to read
         return all(ready)
 
     def draw(self, request: SampleRequest) -> list[Prompt]:
@@ -236,9 +240,9 @@ class PromptStream:
         takes from a loader and does not return would never be trained.
         """
         for loader in self._watched.values():
-            loader.drawn.clear()
+            loader.begin()
         prompts = checked_sample(self.sampler, self.name, self._watched, request)
-        self.passed_over += [event for loader in self._watched.values() for event in loader.events(self.name)]
+        self.passed_over += [event for loader in self._watched.values() for event in loader.events()]
         lost = _ids(prompt for loader in self._watched.values() for prompt in loader.drawn) - _ids(prompts)
         if lost:
             (task, name), *more = lost
@@ -281,56 +285,49 @@ class PromptStream:
 
 
 class _WatchedLoader:
-    """A loader that remembers what was taken."""
+    """A loader that remembers what was taken and skipped.
 
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
+    Args:
+        looks_at: whether the sampler skips prompts: then what it took is an event.
+    """
+
+    def __init__(self, task: str, loader: Loader, looks_at: int) -> None:
+        self._task, self._loader, self._looks_at = task, loader, looks_at
         self.drawn: list[Prompt] = []
-        self._offered: list[int] = []
-        self._chosen: list[int] = []
-        self._passed_over: list[tuple[int, str]] = []
+        """Prompts that were taken and not skipped, since the last request."""
+        self._taken: list[Prompt] = []
+        self._skipped: list[tuple[int, str]] = []
+
+    def begin(self) -> None:
+        """Forget the request before."""
+        self.drawn, self._taken, self._skipped = [], [], []
 
     def take(self, n: int) -> list[Prompt]:
         prompts = self._loader.take(n)
         self.drawn += prompts
+        self._taken += prompts if self._looks_at else []
         return prompts
 
-    def offer(self, n: int) -> list[int]:
-        places = self._loader.offer(n)
-        self._offered += places
-        return places
-
-    def prompts_at(self, places: Sequence[int]) -> list[Prompt]:
-        prompts = self._loader.prompts_at(places)
-        self._chosen += places
-        self.drawn += prompts
-        return prompts
-
-    def pass_over(self, place: int, reason: str) -> None:
-        self._loader.pass_over(place, reason)
-        self._passed_over.append((place, reason))
-
-    def events(self, sampler: str) -> Iterator[PromptsPassedOver]:
-        """Yield the decisions on the prompts that were offered since the last call.
-
-        Raises PluginError unless each was returned, or passed over with a reason.
-        """
-        offered, chosen, passed_over = self._offered, self._chosen, self._passed_over
-        self._offered, self._chosen, self._passed_over = [], [], []
-        left = [place for place, reason in passed_over if reason]
-        if Counter(offered) != Counter([*chosen, *left]) or len(left) != len(passed_over):
+    def skip(self, prompt: Prompt, reason: str) -> None:
+        where = next((nth for nth, each in enumerate(self.drawn) if each is prompt), None)
+        if where is None or not reason or not self._looks_at:
             raise PluginError(
-                f"sampler {sampler!r} was offered the places {offered[:10]}, returned {chosen[:10]} and "
-                f"passed over {passed_over[:10]}; expected each to be returned, or passed over with a "
-                "reason"
+                f"prompt {prompt.id!r} of task {self._task!r} was skipped with the reason {reason!r}; skip "
+                "what was taken in the same request, with a reason, and set looks_at"
             )
-        if offered:
+        del self.drawn[where]
+        self._skipped.append((self._loader.place(prompt), reason))
+        self._loader.skip(prompt, reason)
+
+    def events(self) -> Iterator[PromptsPassedOver]:
+        """Yield what the sampler looked at since the last request."""
+        if self._taken:
             yield PromptsPassedOver(
-                task=self.drawn[0].environment if self.drawn else "",
+                task=self._task,
                 size=len(self),
-                offered=tuple(offered),
+                offered=tuple(map(self._loader.place, self._taken)),
                 drawn=tuple(prompt.id for prompt in self.drawn),
-                passed_over=tuple(passed_over),
+                passed_over=tuple(self._skipped),
             )
 
     def __len__(self) -> int:

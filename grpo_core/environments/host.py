@@ -172,8 +172,8 @@ class EnvironmentHost:
         def begin(call: Call) -> Begun | None:
             if call.method == "evaluate":
                 return Begun(self._evaluate(*call.args), self._deadline)
-            if call.method == "from_source":  # the start has a deadline
-                return Begun(self._from_source(*call.args))
+            if call.method == "convert":  # the dataloader has a deadline
+                return Begun(self._convert(*call.args))
             if call.method == "open":  # the sessions opened so far are kept, to be closed
                 return Begun(self._open(*call.args), self._deadline, completes=True)
             if call.method == "run":  # the rollout has a deadline
@@ -243,24 +243,25 @@ class EnvironmentHost:
                 "and compute its items on access, or end the iteration"
             )
 
-    def from_source(self, prompts: Sequence[Prompt]) -> bytes | None:
-        """Return the pickled prompts for rows of a source, or None if they stay unchanged.
+    def convert(self, rows: Sequence[Mapping[str, Any]]) -> bytes | None:
+        """Return the pickled prompts of rows, or None if the environment does not make them.
 
-        Ids come from the source.
+        Ids come from the rows.
         """
-        return self._calls.run(self._from_source(prompts))
+        return self._calls.run(self._convert(rows))
 
-    def _from_source(self, prompts: Sequence[Prompt]) -> Steps[bytes | None]:
-        if not self._defines("from_source"):
+    def _convert(self, rows: Sequence[Mapping[str, Any]]) -> Steps[bytes | None]:
+        if not self._defines("prompt"):
             return None
         made = []
-        results = yield from _each(self._environment.from_source, prompts)
-        for prompt, given in zip(prompts, results, strict=True):
-            where = f"{self._who}: from_source of prompt {prompt.id!r}"
+        results = yield from _each(self._environment.prompt, rows)
+        for row, given in zip(rows, results, strict=True):
+            id = row["id"]
+            where = f"{self._who}: prompt of row {id!r}"
             if isinstance(given, BaseException):
                 raise self._raised(where, given) from given
-            made.append(attrs.evolve(self._complete(given, prompt.id, where), id=prompt.id))
-        return _pickled(made, f"{self._who}: from_source")
+            made.append(attrs.evolve(self._complete(given, id, where), id=id))
+        return _pickled(made, f"{self._who}: prompt")
 
     def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:
         """Return a reply with a full reward for each prompt, or None if unknown."""

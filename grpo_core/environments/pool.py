@@ -62,7 +62,7 @@ class EnvironmentWorker(EnvironmentClient, Protocol):
 
     async def start(self) -> None: ...
     async def prompts(self, split: str) -> list[Prompt]: ...
-    async def from_source(self, prompts: Sequence[Prompt]) -> list[Prompt] | None: ...
+    async def convert(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt] | None: ...
     async def solve(self, prompts: Sequence[Prompt]) -> list[str | None]: ...
     async def aclose(self) -> None: ...
 
@@ -162,8 +162,8 @@ class EnvironmentPool:
     async def prompts(self, split: str) -> list[Prompt]:
         return await self._workers[0].prompts(split)
 
-    async def from_source(self, prompts: Sequence[Prompt]) -> list[Prompt] | None:
-        return await self._workers[0].from_source(prompts)
+    async def convert(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt] | None:
+        return await self._workers[0].convert(rows)
 
     async def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:
         return await self._workers[0].solve(prompts)

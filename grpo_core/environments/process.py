@@ -200,10 +200,10 @@ class EnvironmentProcess:
         """Return the prompts of ``"train"`` or ``"validation"``, each with an id and the task's name."""
         return self._unpickled(await self._call("prompts", split), f"prompts({split!r})")
 
-    async def from_source(self, prompts: Sequence[Prompt]) -> list[Prompt] | None:
-        """Return the prompts for the rows of a source, or None if the environment defines no hook."""
-        pickled = await self._call("from_source", list(prompts))
-        return None if pickled is None else self._unpickled(pickled, "from_source")
+    async def convert(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt] | None:
+        """Return the prompts of rows, or None if the environment does not make them."""
+        pickled = await self._call("convert", list(rows))
+        return None if pickled is None else self._unpickled(pickled, "prompt")
 
     async def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:
         """Return a reply with a full reward for each prompt, or None if unknown."""

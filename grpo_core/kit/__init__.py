@@ -98,7 +98,7 @@ A command that plays environments, in addition to ``grpo_core.Run``:
     launch, parse_settings, check_settings   read and check a configuration, with the command line's settings
     Config, TaskConfig, check_task              check the environments that it names
     Tasks, LocalPlacement, EnvironmentClient    start the environments of a configuration
-    sourced                                     one environment with the prompts of a source
+    sourced                                     one environment with the data of a task
     find_target, start_session                  let a model play
     interrupts, merge, PlayingText, TextRenderer   let a person play
     groups_in, prompts_in, as_json           read a file of rollouts, and write a line of one
@@ -109,7 +109,7 @@ A command that plays environments, in addition to ``grpo_core.Run``:
 A contract that ``grpo-core check`` tries (see ``grpo_plugin_devkit``):
 
     ModelConfig, checkpoint_tensors, encode, make_tiny_model    a small model for the contract of a trainer
-    Dataloader, SourceConfig, states    the rows of a dataloader, and its state as a checkpoint holds it
+    LookAhead, RowOptions, open_loader, open_held_out, states    the rows of a dataloader, and its state
     checked_sample              calls a sampler, and checks its prompts
     EnvironmentPool             merges the calls of rollouts, as in a run
     rows                        what an advantage function returns, and its check
@@ -158,6 +158,9 @@ if TYPE_CHECKING:
     from grpo_core.app import gpus as gpus
     from grpo_core.app import launch as launch
     from grpo_core.app import resume as resume
+    from grpo_core.app import sourced as sourced
+    from grpo_core.app.data import open_held_out as open_held_out
+    from grpo_core.app.data import open_loader as open_loader
     from grpo_core.app.gpus import Devices as Devices
     from grpo_core.app.model_sources import ModelRequest as ModelRequest
     from grpo_core.app.model_sources import StartModel as StartModel
@@ -181,7 +184,7 @@ if TYPE_CHECKING:
     from grpo_core.config import EngineConfig as EngineConfig
     from grpo_core.config import EnvironmentConfig as EnvironmentConfig
     from grpo_core.config import ModelConfig as ModelConfig
-    from grpo_core.config import SourceConfig as SourceConfig
+    from grpo_core.config import RowOptions as RowOptions
     from grpo_core.config import TaskConfig as TaskConfig
     from grpo_core.config import TrainerConfig as TrainerConfig
     from grpo_core.config import as_table as as_table
@@ -211,7 +214,7 @@ if TYPE_CHECKING:
     from grpo_core.contracts.unicode import well_formed as well_formed
     from grpo_core.data import leakage as leakage
     from grpo_core.data import states as states
-    from grpo_core.data.dataloaders import Dataloader as Dataloader
+    from grpo_core.data.loaders import LookAhead as LookAhead
     from grpo_core.data.samplers import PromptStream as PromptStream
     from grpo_core.data.samplers import checked_sample as checked_sample
     from grpo_core.demo.tiny import encode as encode
@@ -225,7 +228,6 @@ if TYPE_CHECKING:
     from grpo_core.engines.wrapped import BackgroundMetrics as BackgroundMetrics
     from grpo_core.engines.wrapped import LimitedEngine as LimitedEngine
     from grpo_core.engines.wrapped import measured as measured
-    from grpo_core.environments import sourced as sourced
     from grpo_core.environments.apart import MIXED_UP_ADVICE as MIXED_UP_ADVICE
     from grpo_core.environments.apart import new_key as new_key
     from grpo_core.environments.feedback import as_feedback as as_feedback

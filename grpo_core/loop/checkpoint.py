@@ -36,8 +36,7 @@ from grpo_core.contracts.errors import CheckpointError, ConfigError, GrpoError, 
 from grpo_core.contracts.incidents import report
 from grpo_core.contracts.records import Group, Prompt, Rollout, Segment, Slot
 from grpo_core.data import states
-from grpo_core.data.dataloaders import Dataloader
-from grpo_core.data.loaders import TaskLoader
+from grpo_core.data.loaders import LookAhead
 from grpo_core.data.samplers import PromptStream
 from grpo_core.loop.buffer import Buffer, BufferStatistics
 from grpo_core.loop.endings import Failure
@@ -406,9 +405,7 @@ def cut(
     }
 
 
-def loader_states(
-    loaders: Mapping[str, TaskLoader | Dataloader], buffer: Mapping[str, Any]
-) -> dict[str, dict[str, Any]]:
+def loader_states(loaders: Mapping[str, LookAhead], buffer: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the state of each loader, by task, at the cut of a buffer (its ``state_dict``)."""
     slots: list[Slot[Prompt]] = [*buffer["retrying"], *(slot for slot, _ in buffer["ready"])]
     unfinished: dict[str, dict[int, Prompt]] = {task: {} for task in loaders}
@@ -434,7 +431,7 @@ def measured(found: Found) -> int:
 def restore(
     directory: Path,
     buffer: Buffer[Prompt, Group],
-    loaders: Mapping[str, TaskLoader | Dataloader],
+    loaders: Mapping[str, LookAhead],
     stream: PromptStream,
 ) -> list[str]:
     """Continue from a checkpoint; return messages about tasks and samplers that were added or removed.

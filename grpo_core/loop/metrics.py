@@ -43,7 +43,9 @@ def names_of_tasks() -> set[str]:
     return {name.removesuffix("/task") for name in task_metrics([group], step=0) if name.endswith("/task")}
 
 
-DESCRIPTIONS = ("accuracy_finished", "completion_tokens", "truncated", "prompts", "errors", "unscored")
+OF = "prompts_of"
+"""Metric of a validation: of how many prompts ``prompts`` are a choice; 0: they are the first of a stream."""
+DESCRIPTIONS = ("accuracy_finished", "completion_tokens", "truncated", "prompts", OF, "errors", "unscored")
 """Metrics that describe a validation, not how good the model is."""
 
 

@@ -127,20 +127,18 @@ class SavedPipeline(TypedDict):
 
 
 class SavedDataloader(TypedDict):
-    """``train_dataloader_TASK.json`` of a plugin's dataloader, as ``grpo_core.data.states`` writes it."""
+    """``train_dataloader_TASK.json`` of rows that are read ahead, as ``grpo_core.data.states`` writes it."""
 
     dataloader: str
     rows: Count
-    ahead: list[Any]
-    behind: Any
     unfinished: dict[str, Any]
+    position: dict[str, Any]
 
 
 class SavedLoader(TypedDict):
-    """``train_dataloader_TASK.json`` of other prompts."""
+    """``train_dataloader_TASK.json`` of prompts at hand."""
 
     prompts: Count
     fingerprint: str
     seed: Count
     taken: Count
-    offers: NotRequired[bool]

@@ -8,6 +8,11 @@ from grpo_core.contracts.hookspecs import Offer, hookimpl
 
 
 @hookimpl
+def grpo_dataloaders() -> Mapping[str, str]:
+    return {"file:*": "grpo_core.data.files:file", "hub:*": "grpo_core.data.files:hub"}
+
+
+@hookimpl
 def grpo_players() -> Mapping[str, str]:
     return {"turns": "grpo_core.contracts.playing:turns"}
 

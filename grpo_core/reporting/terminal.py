@@ -208,7 +208,8 @@ class TerminalTracker(Tracker):
         name = headline(metrics)
         if name is not None or "unscored" in metrics:
             self._validation.setdefault(task, []).append(metrics.get(name or ""))
-            self._scores[task] = score(name or "", metrics)
+            part = f" on {number_of_prompts(metrics)}" if OF in metrics else ""
+            self._scores[task] = score(name or "", metrics) + part
 
     def _refill(self, run: RunInfo) -> None:
         """Keep what a resumed run has done before."""

@@ -32,7 +32,7 @@ from grpo_core.contracts.records import (
     StepResult,
     Weights,
 )
-from grpo_core.data.loaders import TaskLoader
+from grpo_core.data.loaders import IndexedLoader
 from grpo_core.text.tool_calls import parse_calls
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ def prompts(n: int, task: str = "task") -> list[Prompt]:
     return [Prompt(messages=f"prompt {i}", answer=str(i), id=str(i), environment=task) for i in range(n)]
 
 
-class MemoryLoader(TaskLoader):
+class MemoryLoader(IndexedLoader):
     """A loader in memory that remembers the prompts it returned."""
 
     def __init__(self, task: str, n: int) -> None:
@@ -51,15 +51,18 @@ class MemoryLoader(TaskLoader):
         super().__init__(task, offered, seed=0)
         self.given: list[Prompt] = []
 
-    def prompts_at(self, places: Sequence[int]) -> list[Prompt]:
-        found = super().prompts_at(places)
+    def take(self, n: int) -> list[Prompt]:
+        found = super().take(n)
         self.given += found
         return found
+
+    def skip(self, prompt: Prompt, reason: str) -> None:
+        self.given = [each for each in self.given if each is not prompt]
 
     def copy(self) -> MemoryLoader:
         """Return a copy that continues independently from here."""
         other = copy.copy(self)
-        other.given, other._order = [], copy.copy(self._order)
+        other.given = []
         return other
 
 
@@ -229,7 +232,7 @@ class FakeEnvironment:
     async def prompts(self, split: str) -> list[Prompt]:
         return prompts(4)
 
-    async def from_source(self, prompts: Sequence[Prompt]) -> list[Prompt] | None:
+    async def convert(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt] | None:
         return None
 
     async def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:

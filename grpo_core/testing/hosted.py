@@ -69,9 +69,9 @@ class HostedEnvironment:
         prompts: list[Prompt] = pickle.loads(self.host.prompts(split))
         return prompts
 
-    async def from_source(self, prompts: Sequence[Prompt]) -> list[Prompt] | None:
-        """The prompts for the rows of a source, or None if the environment keeps them unchanged."""
-        pickled = self.host.from_source(prompts)
+    async def convert(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt] | None:
+        """The prompts of rows, or None if the environment does not make them."""
+        pickled = self.host.convert(rows)
         return None if pickled is None else list(pickle.loads(pickled))
 
     async def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from grpo_core.loop.metrics import headline, measured
+from grpo_core.loop.metrics import OF, headline, measured
 
 SHARES = ("accuracy", "pass@", "pass^", "maj@", "truncated", "unscored")
 """Prefixes of metrics that are shown in percent."""
@@ -16,8 +16,8 @@ def table(results: Mapping[str, Mapping[str, float]]) -> str:
     rows = [("task", "metric", "value", "interval")]
     for task, metrics in results.items():
         name = task
-        for metric in measured(metrics):
-            value = shown(metric, metrics[metric]) if metric in metrics else "no score"
+        for metric in _shown_alone(metrics):
+            value = _value(metric, metrics) if metric in metrics else "no score"
             rows.append((name, metric, value, interval(metric, metrics)))
             name = ""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -38,13 +38,31 @@ def interval(metric: str, metrics: Mapping[str, float]) -> str:
 def as_line(metrics: Mapping[str, float]) -> str:
     """The metrics of a task in one line, each with its interval."""
     parts = [] if headline(metrics) or "unscored" not in metrics else ["no score"]
-    for metric in measured(metrics):
+    for metric in _shown_alone(metrics):
         bounds = interval(metric, metrics)
         if metric in metrics:
-            parts.append(f"{metric} {shown(metric, metrics[metric])}" + (f" ({bounds})" if bounds else ""))
+            parts.append(f"{metric} {_value(metric, metrics)}" + (f" ({bounds})" if bounds else ""))
         else:
             parts.append(f"{metric} {bounds} (no score)")
     return ", ".join(parts)
+
+
+def _shown_alone(metrics: Mapping[str, float]) -> list[str]:
+    return [metric for metric in measured(metrics) if metric != OF]
+
+
+def _value(metric: str, metrics: Mapping[str, float]) -> str:
+    if metric == "prompts" and OF in metrics:
+        return number_of_prompts(metrics)
+    return shown(metric, metrics[metric])
+
+
+def number_of_prompts(metrics: Mapping[str, float]) -> str:
+    """The number of measured prompts of a task, such as "200 of 400" or "the first 200"; empty if unknown."""
+    used, of = metrics.get("prompts"), metrics.get(OF)
+    if used is None or of is None:
+        return "" if used is None else f"{used:.0f}"
+    return f"{used:.0f} of {of:.0f}" if of else f"the first {used:.0f}"
 
 
 def score(metric: str, metrics: Mapping[str, float]) -> str:

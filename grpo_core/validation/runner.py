@@ -17,6 +17,7 @@ from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.protocols import Engine, Renderer, ValidationStrategy
 from grpo_core.contracts.records import Group, Prompt, Rollout
 from grpo_core.environments.feedback import NO_REWARD, as_number
+from grpo_core.loop.metrics import OF
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
 from grpo_core.loop.rows import sampled_versions
 from grpo_core.processes.aio import UNLIMITED, Limit, Slots, gather, raising_root_cause
@@ -50,6 +51,8 @@ class Context:
     """Smallest size of a group where the environment compares rollouts."""
     places: Slots = field(factory=lambda: Slots(UNLIMITED))
     """Limits the number of concurrent rollouts, including training's."""
+    known: Mapping[str, int] = field(factory=dict)
+    """Number of prompts of which ``prompts`` has some, by task; 0 if they are the first ones of a stream."""
     played: list[tuple[Prompt, Rollout]] = field(init=False, factory=list)
     """All rollouts so far, each with its prompt."""
     _asked: Counter[tuple[str, str]] = field(init=False, factory=Counter)
@@ -252,6 +255,7 @@ async def run_strategy(
             f"{context.patience:g} s, twice validation.deadline; look for what it waits for"
         ) from None
     _check(name, results, context.prompts)
+    results = {task: _with_number_of_prompts(context, task, part) for task, part in results.items()}
     played: dict[str, list[Rollout]] = {}
     for prompt, rollout in context.played:
         played.setdefault(prompt.environment, []).append(rollout)
@@ -274,6 +278,14 @@ async def run_strategy(
         task: {metric: float(value) for metric, value in part.items()} | counts.get(task, {})
         for task, part in results.items()
     }
+
+
+def _with_number_of_prompts(context: Context, task: str, metrics: Mapping[str, float]) -> Mapping[str, float]:
+    """Add the number of prompts, and of how many (0: the first of a stream), if these are not all."""
+    of, used = context.known.get(task, 0), len(context.prompts.get(task, ()))
+    if task not in context.known or of == used:
+        return metrics
+    return {"prompts": used, **metrics, OF: of}
 
 
 def _check(name: str, results: object, tasks: Mapping[str, object]) -> None:

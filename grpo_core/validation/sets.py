@@ -12,6 +12,7 @@ from grpo_core.contracts.events import Event, ValidationPlayed, WarningRaised
 from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.protocols import ValidationStrategy
 from grpo_core.contracts.records import Group, Prompt, Rollout
+from grpo_core.data.permutation import some
 from grpo_core.data.samplers import load_plugin_state, plugin_state
 from grpo_core.loop.metrics import left_out
 from grpo_core.loop.versions import Interval
@@ -49,6 +50,23 @@ class HeldOut:
     """By the name of their task or set."""
     environments: Mapping[str, EnvironmentClient]
     """By the same names."""
+    of: Mapping[str, int] = field(factory=dict)
+    """Number of prompts of which ``prompts`` has some, by name; 0 if they are the first ones of a stream."""
+    seed: int = 0
+
+    def places(self, name: str) -> Sequence[int]:
+        """Return the places of the prompts to measure: a choice by the seed, the same at each version."""
+        return some(len(self.prompts[name]), self.config.prompts, f"{self.seed}/validation/{name}")
+
+    def measured(self) -> dict[str, list[Prompt]]:
+        """Return the prompts to measure, by name."""
+        return {
+            name: [own[place] for place in self.places(name)] for name, own in self.prompts.items() if own
+        }
+
+    def known(self) -> dict[str, int]:
+        """Return the number of all prompts that could be measured, by name; 0 for a stream."""
+        return {name: self.of.get(name, len(own)) for name, own in self.prompts.items()}
 
 
 @frozen(kw_only=True, eq=False)

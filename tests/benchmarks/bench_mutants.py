@@ -41,6 +41,7 @@ TESTS = [
     "power_cut",
     "samplers",
     "loaders",
+    "positions",
     "batcher",
     "quotas",
     "learnable_prompts",

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from grpo_core.contracts.protocols import Sampler
 from grpo_core.contracts.records import Group, Prompt, Rollout, SampleRequest
-from grpo_core.data.loaders import TaskLoader
+from grpo_core.data.loaders import IndexedLoader
 from grpo_core.data.samplers import Mix, PromptStream
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_plugin_curriculum.learnable_prompts import LearnablePrompts
@@ -76,7 +76,9 @@ def cost() -> None:
     """Measure memory and time with a million prompts."""
     tracemalloc.start()
     stream = PromptStream(
-        sampler=LearnablePrompts(), loaders={"task": TaskLoader("task", Source(MANY), seed=0)}, name="timed"
+        sampler=LearnablePrompts(),
+        loaders={"task": IndexedLoader("task", Source(MANY), seed=0)},
+        name="timed",
     )
     stream.draw(request(1, 0))
     held = tracemalloc.get_traced_memory()[0]
@@ -102,7 +104,7 @@ def learnt(task: str, arm: str, seed: int) -> int | None:
     difficulty = [TASKS[task](chance) for _ in range(PROMPTS)]
     own = [0.0] * PROMPTS
     skill, rollouts, version = 0.0, 0, 0
-    loaders = {"task": TaskLoader("task", Source(PROMPTS), seed=seed)}
+    loaders = {"task": IndexedLoader("task", Source(PROMPTS), seed=seed)}
     stream = PromptStream(sampler=make(), loaders=loaders, name=arm)
     dynamic = DynamicSampling(max_extra_groups=10**9) if filters else None
 

@@ -16,7 +16,7 @@ from attrs import evolve
 
 from grpo_core.contracts.protocols import Sampler
 from grpo_core.contracts.records import Prompt, SampleRequest
-from grpo_core.data.loaders import TaskLoader
+from grpo_core.data.loaders import IndexedLoader
 from grpo_core.data.samplers import Mix, RoundRobin, checked_sample
 from grpo_plugin_curriculum.curriculum import Curriculum, Schedule, TaskOrder
 
@@ -34,7 +34,7 @@ def seconds(make: Callable[[], Sampler]) -> float:
     """For all prompts, once the loaders are open."""
     prompts = [Prompt(messages=f"{i}", id=str(i)) for i in range(20_000)]
     tasks = {task: [evolve(p, environment=task) for p in prompts] for task in "ab"}
-    loaders = {task: TaskLoader(task, part, seed=0) for task, part in tasks.items()}
+    loaders = {task: IndexedLoader(task, part, seed=0) for task, part in tasks.items()}
     for loader in loaders.values():
         loader.take(1)
     sampler = make()

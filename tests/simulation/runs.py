@@ -22,7 +22,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from hashlib import blake2b
 from pathlib import Path
@@ -49,7 +49,7 @@ from grpo_core.contracts.incidents import reported_to
 from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.protocols import ValidationStrategy
 from grpo_core.contracts.records import Group, Prompt, Rollout, Slot
-from grpo_core.data.loaders import ShuffledIndices, TaskLoader, fingerprint
+from grpo_core.data.loaders import IndexedLoader, hash_of
 from grpo_core.data.samplers import Mix, PromptStream, WeightedTaskSampler
 from grpo_core.environments.outages import JITTER
 from grpo_core.environments.pool import EnvironmentPool
@@ -130,26 +130,6 @@ class Broken(BaseException):
     """A law does not hold; there is no point in continuing."""
 
 
-class Loader(TaskLoader):
-    """The real one, without torchdata underneath."""
-
-    def _open(self) -> Any:
-        if self._restored is not None:
-            self._indices.load_state_dict(self._restored)
-        return _Rows(self._prompts, self._indices)
-
-
-class _Rows:
-    def __init__(self, prompts: Sequence[Prompt], indices: ShuffledIndices) -> None:
-        self._prompts, self._indices = prompts, indices
-
-    def __iter__(self) -> Iterator[list[Prompt]]:
-        return ([self._prompts[i] for i in indices] for indices in self._indices)
-
-    def state_dict(self) -> dict[str, int]:
-        return self._indices.state_dict()
-
-
 class _Pool(EnvironmentPool):
     """Sees sessions that are closed twice."""
 
@@ -187,8 +167,8 @@ class _Prompts(list[Prompt]):
     """As every life finds them: what the loader compares is computed once."""
 
     @functools.cached_property
-    def fingerprint(self) -> str:
-        return fingerprint(list(self))
+    def hash_of(self) -> str:
+        return hash_of(list(self))
 
 
 @define(eq=False)
@@ -544,7 +524,7 @@ class Simulation:
         alone = SimulatedTrainer(self._dice, self._memory, self.truth, disk, resume_from)
         ranks = self._chosen_ranks()
         self._trainer = trainer = alone if ranks == 1 else SimulatedRanks(ranks, alone, self._tell)
-        loaders = {task: Loader(task, self._prompts[task], seed=self.seed) for task in TASKS}
+        loaders = {task: IndexedLoader(task, self._prompts[task], seed=self.seed) for task in TASKS}
         sampler = self._sampler()
         stream = PromptStream(sampler=sampler, loaders=loaders, name=sampler.name)
         buffer = _Watched(

@@ -35,7 +35,7 @@ class AgentProgram(Environment):
     Args:
         command: a Python file, or a program with its arguments.
         reward: name of the environment that judges the conversation, such as ``math:sort``; it also offers
-            the prompts if the task has no source.  Without it, the agent's own result is the reward.
+            the prompts if the task has no data.  Without it, the agent's own result is the reward.
     """
 
     def __init__(self, command: str, *, reward: str = "") -> None:
@@ -59,8 +59,8 @@ class AgentProgram(Environment):
         """Return the prompts of the file, or of the environment that judges."""
         if not hasattr(self._judge, "prompts"):
             raise PluginError(
-                f"agent {self._command!r} offers no prompts: give its task a source (source.path), or set "
-                "the option reward to the name of an environment"
+                f"agent {self._command!r} offers no prompts: name the data of its task (tasks.NAME.data), or "
+                "set the option reward to the name of an environment"
             )
         prompts: Sequence[Prompt] = self._judge.prompts(split)
         return prompts

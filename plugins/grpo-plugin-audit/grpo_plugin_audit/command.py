@@ -62,7 +62,7 @@ def audit(
         Name of the environment, as "math:sort" or "./file.py:Class".
     set_
         Set an option of the environment, as in "length=3", the source of its prompts, as in
-        "source.path=train.jsonl", or of the engine, as in "engine.options.model=gpt-5-mini"; may be repeated.
+        "data=train.jsonl", or of the engine, as in "engine.options.model=gpt-5-mini"; may be repeated.
     prompts
         Largest number of prompts that are played.
     seconds
@@ -146,7 +146,7 @@ async def findings(
         options,
         config=config,
         plugins=host.selection,
-        source=sections.source,
+        data=sections.task,
     )
     with reported_to(incidents.append):
         try:

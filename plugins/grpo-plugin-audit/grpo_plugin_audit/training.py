@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from grpo_core import advantages, session
+from grpo_core.kit import sourced
 from grpo_plugin_audit.records import TOLERANCE, Finding, Rate, Severity, spread
 from grpo_plugin_audit.rewards import not_applicable
 
@@ -73,9 +74,10 @@ async def played_signal(
 
     Raises GrpoError if the model or the environment cannot be started.
     """
-    own = {key: value for key, value in options.items() if key not in ("environment", "source")}
+    own = {key: value for key, value in options.items() if key != "environment" and key not in sourced.DATA}
+    data = {key: options[key] for key in sourced.DATA if key in options}
     settings: dict[str, Any] = {
-        "tasks": {"audited": {"env": name, "options": own, "source": options.get("source", {})}},
+        "tasks": {"audited": {"env": name, "options": own, **data}},
         "environment": options.get("environment", {}),
         "engine": engine,
     }

@@ -158,8 +158,8 @@ class Harbor(grpo.Environment):
     def prompts(self, split: str) -> list[grpo.Prompt]:
         return self._prompts[split]
 
-    def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
-        raise grpo.ConfigError("code: harbor brings its own tasks: leave out the task's source")
+    def prompt(self, row: Mapping[str, Any]) -> grpo.Prompt:
+        raise grpo.ConfigError("code: harbor brings its own tasks: leave out the task's data")
 
     def solve(self, prompt: grpo.Prompt) -> str | None:
         return None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import grpo_core as grpo
 from grpo_plugin_code.blocks import program_of
@@ -70,16 +70,16 @@ class PythonCode(grpo.Environment):
 
     def prompts(self, split: str) -> Sequence[grpo.Prompt]:
         raise grpo.ConfigError(
-            "code: there are no prompts; give them with tasks.NAME.source.path (and validation_path, or "
+            "code: there are no prompts; give them with tasks.NAME.data (and validation_data, or "
             "validation.every = 0), with a list of tests in each row"
         )
 
-    def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
-        """Return the prompt unchanged after validating its tests."""
-        if self._tests not in prompt.info:
-            raise grpo.PluginError(f"code: prompt {prompt.id!r} has no field {self._tests!r} with its tests")
-        cases_of(prompt.info[self._tests], f"prompt {prompt.id!r}")
-        return prompt
+    def prompt(self, row: Mapping[str, Any]) -> grpo.Prompt:
+        """Return the prompt of a row after validating its tests."""
+        if row.get(self._tests) is None:
+            raise grpo.PluginError(f"code: prompt {row['id']!r} has no field {self._tests!r} with its tests")
+        cases_of(row[self._tests], f"prompt {row['id']!r}")
+        return super().prompt(row)
 
     async def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
         return list(await asyncio.gather(*(self._judge(episode) for episode in episodes)))

@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import attrs
+
 import grpo_core as grpo
 from grpo_core.kit import read_json
 from grpo_plugin_code.cases import stripped
@@ -95,12 +97,13 @@ class ShellTask(grpo.Environment):
 
     def prompts(self, split: str) -> Sequence[grpo.Prompt]:
         raise grpo.ConfigError(
-            "code: there are no prompts; give them with tasks.NAME.source.path (and validation_path, or "
+            "code: there are no prompts; give them with tasks.NAME.data (and validation_data, or "
             "validation.every = 0), with a list of tests in each row"
         )
 
-    def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
-        """Return the prompt unchanged after validating its tests and files."""
+    def prompt(self, row: Mapping[str, Any]) -> grpo.Prompt:
+        """Return the prompt of a row after validating its tests and files."""
+        prompt = attrs.evolve(super().prompt(row), id=row["id"])
         self._parts(prompt)
         return prompt
 

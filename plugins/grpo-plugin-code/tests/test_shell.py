@@ -31,6 +31,10 @@ SMALL = {
 }
 
 
+def row_of(prompt):
+    return {**prompt.info, "prompt": prompt.messages, "answer": None, "id": prompt.id}
+
+
 def worked(*commands, tests=TESTS, files=None, **options):
     """Return what the commands of a rollout print, and the feedback at its end."""
 
@@ -38,7 +42,7 @@ def worked(*commands, tests=TESTS, files=None, **options):
         environment = ShellTask(**{**SMALL, **options})
         prompt = grpo.Prompt(messages="Work.", id="1", info={"tests": tests, "files": files or {}})
         try:
-            session = environment.open(environment.from_source(prompt))
+            session = environment.open(environment.prompt(row_of(prompt)))
             outputs = [await session.run(command) for command in commands]
             said = [*prompt.messages, {"role": "assistant", "content": "Done."}]
             episode = grpo.Episode(prompt=prompt, messages=said, session=session)
@@ -137,7 +141,7 @@ def test_files_of_a_row_that_have_no_room_are_refused():
     environment = ShellTask(**{**SMALL, "space": 1})
     info = {"tests": TESTS, "files": {"a": "x" * 1_100_000}}
     with pytest.raises(grpo.PluginError, match=r"files take 1.1 MiB, and the option space allows 1"):
-        environment.from_source(grpo.Prompt(messages="?", id="7", info=info))
+        environment.prompt(row_of(grpo.Prompt(messages="?", id="7", info=info)))
 
 
 def test_a_python_that_cannot_unpack_files_safely_is_refused(monkeypatch):
@@ -180,7 +184,7 @@ def test_a_hostile_command_earns_nothing_and_does_not_last(name):
 def test_malformed_rows_are_refused(info, why):
     environment = make_offer("environment", "code:shell", plugins=["code"])
     with pytest.raises(grpo.PluginError, match=why):
-        environment.from_source(grpo.Prompt(messages="?", id="7", info=info))
+        environment.prompt(row_of(grpo.Prompt(messages="?", id="7", info=info)))
 
 
 # ---------------------------------------------------------------------------------- Harbor

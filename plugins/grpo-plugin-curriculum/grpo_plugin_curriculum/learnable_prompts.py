@@ -117,9 +117,9 @@ class SavedPrompts(TypedDict):
 class LearnablePrompts(Observing):
     """Draws the prompts whose success is least certain, and skips prompts with little training signal.
 
-    Tasks are drawn in proportion to their weights.  The loader of the task offers the next prompts of the
-    epoch.  A prompt with an expected signal of at least ``enough`` is drawn; the others are skipped, unless
-    too few remain, in which case the best of them are drawn.  Each prompt is drawn or skipped once an epoch.
+    Tasks are drawn in proportion to their weights.  The sampler looks at the next prompts of the epoch.  A
+    prompt with an expected signal of at least ``enough`` is drawn; the others are skipped, unless too few
+    remain, in which case the best of them are drawn.  Each prompt is drawn or skipped once an epoch.
     Evidence decays, so prompts that were always or never solved are tried again.
 
     Args:
@@ -135,6 +135,11 @@ class LearnablePrompts(Observing):
 
     name = "learnable_prompts"
     needs_places = True
+
+    @property
+    def looks_at(self) -> int:
+        """Number of prompts that are taken at most for each that is returned."""
+        return self.candidates
 
     enough: float = 0.6
     candidates: int = 4
@@ -169,26 +174,25 @@ class LearnablePrompts(Observing):
         if rates is None or rates.size != len(loader):
             rates = self._rates[task] = Rates(len(loader), self.half_life)
         prior = rates.prior(self.prior)
-        offered: list[int] = []
+        taken: list[grpo.Prompt] = []
         expected: list[tuple[float, float]] = []
         good = 0
-        while good < count and len(offered) < count * self.candidates:
-            indices = loader.offer(min(count - good, count * self.candidates - len(offered)))
-            offered += indices
-            found = rates.expected(indices, now, prior)
+        while good < count and len(taken) < count * self.candidates:
+            prompts = loader.take(min(count - good, count * self.candidates - len(taken)))
+            taken += prompts
+            found = rates.expected([loader.place(prompt) for prompt in prompts], now, prior)
             expected += found
             good += sum(value >= self.enough for _, value in found)
-        best = sorted(range(len(offered)), key=lambda i: -expected[i][1])[:count]
+        best = sorted(range(len(taken)), key=lambda i: -expected[i][1])[:count]
         chosen = set(best)
-        for i, index in enumerate(offered):
+        for i, prompt in enumerate(taken):
             if i not in chosen:
-                loader.pass_over(index, f"success rate {expected[i][0]:.2f}")
-        indices = [offered[i] for i in sorted(best)]
-        prompts = loader.prompts_at(indices)
+                loader.skip(prompt, f"success rate {expected[i][0]:.2f}")
+        drawn = [taken[i] for i in sorted(best)]
         on_their_way = self._drawn_at.setdefault(task, {})
-        for index, prompt in zip(indices, prompts, strict=True):
-            on_their_way.setdefault(prompt.id, [index, 0])[1] += 1
-        return prompts
+        for prompt in drawn:
+            on_their_way.setdefault(prompt.id, [loader.place(prompt), 0])[1] += 1
+        return drawn
 
     def observe(self, groups: Sequence[grpo.Group]) -> None:
         """Add the evidence of groups."""

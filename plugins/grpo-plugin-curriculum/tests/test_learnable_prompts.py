@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.contracts.records import Group, Prompt, Rollout, SampleRequest
-from grpo_core.data.loaders import TaskLoader
+from grpo_core.data.loaders import IndexedLoader
 from grpo_core.data.samplers import PromptStream, RoundRobin
 from grpo_core.loop.laws import Laws
 from grpo_core.reporting.files import plain
@@ -39,7 +39,7 @@ def result(prompt: Prompt, *rewards: float, version: int = 0, filtered: bool = F
 
 
 def a_stream(sampler: Any = None, n: int = N) -> PromptStream:
-    loaders = {"task": TaskLoader("task", prompts(n), seed=0)}
+    loaders = {"task": IndexedLoader("task", prompts(n), seed=0)}
     return PromptStream(sampler=sampler or LearnablePrompts(), loaders=loaders, name="learnable_prompts")
 
 
@@ -56,7 +56,7 @@ def epoch(stream: PromptStream, version: int = 0) -> list[str]:
 
 
 def test_without_evidence_each_prompt_is_drawn_once_an_epoch_as_from_the_loader() -> None:
-    plainly = TaskLoader("task", prompts(N), seed=0).take(3 * N)
+    plainly = IndexedLoader("task", prompts(N), seed=0).take(3 * N)
     stream = a_stream()
     assert [prompt.id for prompt in stream.draw(request(3 * N))] == [prompt.id for prompt in plainly]
 
@@ -187,7 +187,7 @@ def test_a_resumed_run_draws_what_the_uninterrupted_one_would_have(cut: int) -> 
 
 
 def test_a_run_may_change_to_this_sampler_and_back() -> None:
-    plainly = [prompt.id for prompt in TaskLoader("task", prompts(N), seed=0).take(30)]
+    plainly = [prompt.id for prompt in IndexedLoader("task", prompts(N), seed=0).take(30)]
     first = a_stream(RoundRobin())
     found = [prompt.id for prompt in first.draw(request(10))]
     second = a_stream()
@@ -203,12 +203,12 @@ class Forgetful(LearnablePrompts):
     """Looks at a prompt more than it decides on."""
 
     def _pick(self, task: str, loader: Any, count: int, now: int) -> list[Prompt]:
-        loader.offer(1)
+        loader.take(1)
         return super()._pick(task, loader, count, now)
 
 
 def test_a_prompt_that_was_offered_and_forgotten_is_an_error() -> None:
-    with pytest.raises(PluginError, match="expected each to be returned, or passed over with a reason"):
+    with pytest.raises(PluginError, match="from a loader and did not return it"):
         a_stream(Forgetful()).draw(request(3))
 
 

@@ -77,8 +77,8 @@ def check(
         validation_strategy, engine, loss, advantage, filter, tracker, trainer, optimizer, model, data_plane,
         placement, preflight or transport.
     settings
-        Set an option of the offer, as in "length=3", or the source of an environment's prompts, as in
-        "source.path=train.jsonl", or the fields of a dataloader's rows, as in "source.prompt=text"; may be
+        Set an option of the offer, as in "length=3", or the data of an environment's prompts, as in
+        "data=train.jsonl", or the fields of a dataloader's rows, as in "data_options.prompt=text"; may be
         repeated.
     task
         Name of a task for a sampler; may be repeated.
@@ -199,7 +199,7 @@ def _contract(
         case "advantage" | "filter":
             return contract(host.function(kind, name, **options))
         case "dataloader":
-            return contract(make, source=sections.source, name=name)
+            return contract(make, rows=sections.task.data_options, name=name)
         case "data_plane":
             return contract(functools.partial(make, LocalPlacement(host)))
         case "optimizer":

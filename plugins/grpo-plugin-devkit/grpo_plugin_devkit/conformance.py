@@ -352,7 +352,7 @@ class Conformance:
     def _stand_in(self) -> str:
         self.some = [Prompt(messages="Say hello.", id="0", environment="check")]
         raise Noted(
-            "it offers none, so that its task needs a source (source.path); here it plays 'Say hello.' "
+            "it offers none, so that its task needs data (tasks.NAME.data); here it plays 'Say hello.' "
             "without an answer"
         )
 

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from grpo_core import Prompt
-from grpo_core.kit import Dataloader, SourceConfig, states, structured
+from grpo_core.kit import LookAhead, RowOptions, open_held_out, open_loader, states, structured
 from grpo_plugin_devkit.contracts import Contract
 
 READ = 24
@@ -30,7 +30,7 @@ DEADLINE = 60.0
 def check_dataloader(
     factory: Callable[..., Any],
     *,
-    source: Mapping[str, str] = MappingProxyType({}),
+    rows: Mapping[str, Any] = MappingProxyType({}),
     name: str = "",
     **options: Any,
 ) -> None:
@@ -39,19 +39,18 @@ def check_dataloader(
     The contract:
 
     * the factory returns an object that can be iterated and resumed;
-    * its rows are prompts, or mappings with the fields that ``source`` names;
+    * its rows are prompts, or mappings with the fields that ``rows`` names;
     * a second object yields the same prompts;
     * a resumed object yields the prompts of the uninterrupted one, wherever it was saved;
     * ``state_dict`` has no side effects.
 
     Args:
         factory: called with the split and the options.
-        source: keys of ``tasks.NAME.source`` that name the fields of a row.
+        rows: keys of ``tasks.NAME.data_options`` that name the fields of a row.
         name: name in messages; default: the name of the factory.
     """
     name = name or getattr(factory, "__name__", type(factory).__name__)
-    fields = structured(SourceConfig, source, where="source")
-    DataloaderContract(lambda split: factory(split, **options), source=fields, name=name).check()
+    DataloaderContract(lambda split: factory(split, **options), rows=rows, name=name).check()
 
 
 class DataloaderContract(Contract):
@@ -60,48 +59,51 @@ class DataloaderContract(Contract):
     begun = False
 
     def __init__(
-        self, make: Callable[[str], Any], *, source: SourceConfig | None = None, name: str = "it"
+        self, make: Callable[[str], Any], *, rows: Mapping[str, Any] = MappingProxyType({}), name: str = "it"
     ) -> None:
         self._make, self._name = make, name
-        self._source = source or SourceConfig()
+        self._options = structured(RowOptions, rows, where="data_options")
+        self._runner = asyncio.Runner()
         self._prompts: list[Prompt] = []
         self._read = ""
 
     def its_rows_are_prompts(self) -> None:
         with self._started() as dataloader:
-            self._prompts = dataloader.take(READ)
+            self._prompts = self._next(dataloader, READ)
             size = "a stream" if dataloader.size is None else f"{dataloader.size:,} rows read by index"
             self._read = f"{size}; {dataloader.rows} rows were read for {READ} prompts"
         self.begun = True
 
     def made_again_it_gives_the_same_prompts(self) -> None:
         with self._started() as dataloader:
-            _compare(self._prompts, dataloader.take(READ), "made a second time")
+            _compare(self._prompts, self._next(dataloader, READ), "made a second time")
 
     def resumed_it_continues_where_it_was(self) -> None:
         for index in PLACES:
             with self._started() as dataloader:
-                dataloader.take(index)
+                self._next(dataloader, index)
                 saved = _through_files(dataloader.state_dict())
             with self._started() as resumed:
                 resumed.load_state_dict(saved)
                 again = _through_files(resumed.state_dict())
-                _compare(self._prompts[index:], resumed.take(READ - index), f"resumed after {index}")
+                _compare(self._prompts[index:], self._next(resumed, READ - index), f"resumed after {index}")
             with self._started() as twice:
                 twice.load_state_dict(again)
-                _compare(self._prompts[index:], twice.take(READ - index), f"resumed after {index}, twice")
+                _compare(
+                    self._prompts[index:], self._next(twice, READ - index), f"resumed after {index}, twice"
+                )
 
     def its_state_can_be_asked_for_at_any_time(self) -> None:
         with self._started() as dataloader:
             found = []
             for _ in range(READ):
-                found += dataloader.take(1)
+                found += self._next(dataloader, 1)
                 dataloader.state_dict()
             _compare(self._prompts, found, "saved after each prompt")
 
     def it_knows_whether_it_has_held_out_prompts(self) -> None:
-        with self._started() as dataloader:
-            found = asyncio.run(dataloader.held_out(1))
+        making = open_held_out("checked", self._name, self._make, self._options, 1, deadline=DEADLINE)
+        found = self._runner.run(making)
         assert found != [], (
             f"{self._name}: it has no row for 'validation'; return None if there are no held-out prompts"
         )
@@ -109,9 +111,15 @@ class DataloaderContract(Contract):
     def what_it_read(self) -> str:
         return self._read
 
+    def _next(self, dataloader: LookAhead, n: int) -> list[Prompt]:
+        """Return the next prompts, which are taken."""
+        self._runner.run(dataloader.first(n))
+        return dataloader.take(n)
+
     @contextlib.contextmanager
-    def _started(self) -> Iterator[Dataloader]:
-        dataloader = Dataloader("checked", self._name, self._make, self._source, seed=0, deadline=DEADLINE)
+    def _started(self) -> Iterator[LookAhead]:
+        making = open_loader("checked", self._name, self._make, self._options, deadline=DEADLINE)
+        dataloader = self._runner.run(making)
         try:
             yield dataloader
         finally:

@@ -29,8 +29,8 @@ class EnvironmentContract:
     """Factory of the environment, or its name as in a configuration."""
     options: ClassVar[Mapping[str, Any]] = {}
     """Options of the environment."""
-    source: ClassVar[Mapping[str, Any]] = {}
-    """Source of the prompts, as in ``tasks.NAME.source``: ``{"path": "train.jsonl"}``.  With a source the
+    data: ClassVar[Mapping[str, Any]] = {}
+    """Data of the prompts, as in ``tasks.NAME``: ``{"data": "train.jsonl"}``.  With data the
     environment runs in a separate process."""
 
     def test_the_environment_keeps_its_contract(self) -> None:
@@ -40,11 +40,10 @@ class EnvironmentContract:
         assert given is not None, (
             f"{type(self).__name__} names no environment: set environment = YourClass, or its name"
         )
-        if self.source and not isinstance(given, str):
+        if self.data and not isinstance(given, str):
             given = name_of(given)
         if isinstance(given, str):
-            sections = {"source": self.source} if self.source else {}
-            _assert_all(findings_by_name(given, {**self.options, **sections}))
+            _assert_all(findings_by_name(given, {**self.options, **self.data}))
         else:
             check_environment(functools.partial(given, **self.options))
 
@@ -97,10 +96,10 @@ def findings_by_name(
 
     Args:
         name: name of the environment, as in a configuration.
-        options: options of the environment, with the tables ``environment`` and ``source`` of a run.
+        options: options of the environment, with the table ``environment`` of a run and the data of a task.
         plugins: plugins that the child loads.
 
-    Raises ConfigError if the options are wrong, or its source cannot be read.
+    Raises ConfigError if the options are wrong, or its data cannot be read.
     """
     own = dict(options)
     sections = sourced.taken_sections(own)
@@ -112,7 +111,7 @@ def findings_by_name(
         own,
         config=config,
         plugins=plugins or PluginSelection(),
-        source=sections.source,
+        data=sections.task,
     )
     incidents: list[Incident] = []
     with reported_to(incidents.append), asyncio.Runner() as runner:

@@ -60,7 +60,7 @@ SORTS: Mapping[str, Sort] = {
     "dataloader": Sort(
         kind="dataloader",
         contract="grpo_plugin_devkit.dataloaders:check_dataloader",
-        trains="--env math:sort --set tasks.sort.dataloader=NAME",
+        trains="--env math:sort --set tasks.sort.data=NAME",
     ),
     "sampler": Sort(
         kind="sampler",

@@ -25,8 +25,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help='an option of the environments that --grpo-environment names, as "length=3", or the source of '
-        'their prompts, as "source.path=train.jsonl"; may be repeated',
+        help='an option of the environments that --grpo-environment names, as "length=3", or the data of '
+        'their prompts, as "data=train.jsonl"; may be repeated',
     )
 
 

@@ -98,8 +98,8 @@ def try_(
     engine
         Engine of a model that plays; an engine of a hosted model needs no --model.
     settings
-        Set an option of the environment, as in "length=3", the source of its prompts, as in
-        "source.path=train.jsonl", or of the engine, as in "engine.options.model=gpt-5-mini"; may be repeated.
+        Set an option of the environment, as in "length=3", the data of its prompts, as in
+        "data=train.jsonl", or of the engine, as in "engine.options.model=gpt-5-mini"; may be repeated.
     no_plugin
         Do not load this installed plugin; may be repeated.
     """
@@ -209,9 +209,9 @@ def _changes(of_run: Mapping[str, Any], task: str, name: str, options: Mapping[s
     """Return the configuration of one task: an environment, or a task of a run.
 
     Args:
-        options: options of the environment, with the section ``environment``, and the task's ``source``.
+        options: options of the environment, with the section ``environment``, and the task's data.
     """
-    of_task = {"source"} if sourced.has_source(options) else set()
+    of_task = {key for key in sourced.DATA if key in options}
     sections = {
         key: options[key] for key in ("environment", "engine") if isinstance(options.get(key), Mapping)
     }

@@ -134,7 +134,7 @@ def test_every_kind_of_plugin_works_with_every_other_kind(tmp_path):
     for kind in ("environment", "environment_multi_turn", "environment_tools", "environment_judge", "agent"):
         chosen[f"tasks.{kind}.env"] = name[kind]
         if kind not in ("agent", "environment_judge"):  # an agent's prompts are its own
-            chosen[f"tasks.{kind}_rows"] = f'{{env = "{name[kind]}", dataloader = "{name["dataloader"]}"}}'
+            chosen[f"tasks.{kind}_rows"] = f'{{env = "{name[kind]}", data = "{name["dataloader"]}"}}'
     for key in ("sampler", "validation", "engine", "loss", "advantage"):
         chosen[f"{key}.name"] = name[key]
     chosen[f"filters.{name['filter']}"] = "{share = 1.0}"

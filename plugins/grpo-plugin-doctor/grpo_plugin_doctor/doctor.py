@@ -191,7 +191,7 @@ def _of_shared_memory() -> Check:
         name="shared memory",
         found=f"/dev/shm has {memory.size(free)} free of {memory.size(total)}",
         status="warning" if small else "ok",
-        advice="Ray, NCCL and source.workers may need more; with Docker: --shm-size=8g" if small else "",
+        advice="Ray and NCCL may need more; with Docker: --shm-size=8g" if small else "",
     )
 
 

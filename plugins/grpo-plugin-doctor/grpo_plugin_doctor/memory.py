@@ -422,11 +422,9 @@ def footprint(
         import transformers.tokenization_utils_tokenizers  # noqa: F401
 
     main = machine.resident()
-    import torchdata.stateful_dataloader  # noqa: F401 - imported if prompts are read ahead, and by an engine
+    import torch  # noqa: F401 - imported by an engine
 
     with_torch = machine.resident()
-    if any(task.source.workers for task in config.tasks.values()):
-        main = with_torch
     from grpo_plugin_doctor.activations import model_shapes
 
     model = model_shapes(directory, trust_remote_code=config.model.trust_remote_code)

@@ -82,8 +82,8 @@ class InspectTask(grpo.Environment):
     def prompts(self, split: str) -> list[grpo.Prompt]:
         return self._prompts[split]
 
-    def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
-        raise grpo.ConfigError(f"inspect: {self._name} brings its own samples: leave out the task's source")
+    def prompt(self, row: Mapping[str, Any]) -> grpo.Prompt:
+        raise grpo.ConfigError(f"inspect: {self._name} brings its own samples: leave out the task's data")
 
     def solve(self, prompt: grpo.Prompt) -> str | None:
         return None if self._solution is None else self._solution.format(prompt.answer)

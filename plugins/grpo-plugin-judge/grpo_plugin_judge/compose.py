@@ -109,7 +109,7 @@ class Compose:
             if any(deadlines) or max(rounds) > 1
             else None
         )
-        for name in ("from_source", "open", "close"):  # hide what the first part does not define
+        for name in ("prompt", "open", "close"):  # hide what the first part does not define
             if first.defines(name):
                 setattr(self, name, getattr(first.environment, name))
         self._stages = _stages(first, self._parts[1:])

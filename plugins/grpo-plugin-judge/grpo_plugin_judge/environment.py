@@ -102,7 +102,7 @@ class Judge(grpo.Environment):
 
     def prompts(self, split: str) -> Sequence[grpo.Prompt]:
         raise grpo.ConfigError(
-            "judge: a judge has no prompts; give them with tasks.NAME.source.path, or make it a "
+            "judge: a judge has no prompts; give them with tasks.NAME.data, or make it a "
             "part of the environment compose"
         )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import grpo_core as grpo
 from grpo_plugin_math import answers
@@ -11,7 +12,7 @@ INSTRUCTION = "Think step by step, and put the final answer in \\boxed{}."
 
 
 class GSM8K(grpo.Environment):
-    """Word problems with exact answers, which come from the ``source`` of the task.
+    """Word problems with exact answers, which come from the ``data`` of the task.
 
     The reward is 1 if the reply's last ``\\boxed{}``, or the text after its last ``####``, is the answer, and
     otherwise 0.
@@ -29,17 +30,17 @@ class GSM8K(grpo.Environment):
 
     def prompts(self, split: str) -> list[grpo.Prompt]:
         raise grpo.ConfigError(
-            'there are no questions: give the task a source, as in source.path = "train.jsonl" with '
-            'source.prompt = "question"'
+            'there are no questions: name the data of the task, as in data = "train.jsonl"'
         )
 
-    def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
+    def prompt(self, row: Mapping[str, Any]) -> grpo.Prompt:
         """Take the text after the last ``####`` as the reference, and add the instruction."""
+        prompt = super().prompt(row)
         reference = str(prompt.answer if prompt.answer is not None else "").rpartition("####")[2].strip()
         if not reference:
             raise grpo.ConfigError(
                 f"its answer is {prompt.answer!r:.80}, expected a result (after '####', if there is one); "
-                "source.answer names the field of the answer"
+                "data_options.answer names the field of the answer"
             )
         *before, last = prompt.messages
         question = {**last, "content": self._question(str(last["content"]))}

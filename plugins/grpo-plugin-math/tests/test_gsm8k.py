@@ -18,7 +18,7 @@ def rows(n, start=0):
 
 def prompts_of(environment, rows):
     return [
-        environment.from_source(grpo.Prompt(messages=row["question"], answer=row["answer"])) for row in rows
+        environment.prompt({"prompt": grpo.Prompt(messages=row["question"]).messages, **row}) for row in rows
     ]
 
 
@@ -87,14 +87,17 @@ def test_the_question_comes_with_the_instruction():
 
 
 def test_it_has_no_questions_and_says_where_they_come_from():
-    with pytest.raises(grpo.ConfigError, match=r"there are no questions: give the task a source"):
+    with pytest.raises(grpo.ConfigError, match=r"there are no questions: name the data of the task"):
         GSM8K().prompts("train")
+
+
+ASKED = grpo.Prompt(messages="How many?").messages
 
 
 @pytest.mark.parametrize("answer", [None, "", "It is so. ####"])
 def test_a_row_of_a_source_without_a_result_is_an_error(answer):
-    with pytest.raises(grpo.ConfigError, match=r"its answer is .* source.answer names the field"):
-        GSM8K().from_source(grpo.Prompt(messages="How many?", answer=answer))
+    with pytest.raises(grpo.ConfigError, match=r"its answer is .* data_options.answer names the field"):
+        GSM8K().prompt({"prompt": ASKED, "answer": answer})
 
 
 @pytest.mark.parametrize("answer", ["72", 72, "6 * 12 #### 72"])

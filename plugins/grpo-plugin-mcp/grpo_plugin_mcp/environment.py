@@ -116,10 +116,10 @@ class ToolsOfServer(grpo.Environment):
         prompts: Sequence[grpo.Prompt] = self._environment.prompts(split)
         return prompts
 
-    def from_source(self, prompt: grpo.Prompt) -> Any:
+    def prompt(self, row: Mapping[str, Any]) -> Any:
         self._check_tools()
-        from_source = getattr(self._environment, "from_source", None)
-        return from_source(prompt) if from_source else prompt
+        prompt = getattr(self._environment, "prompt", None)
+        return prompt(row) if callable(prompt) else super().prompt(row)
 
     def solve(self, prompt: grpo.Prompt) -> str | None:
         solve = getattr(self._environment, "solve", None)

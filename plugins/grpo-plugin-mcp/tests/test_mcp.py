@@ -388,4 +388,7 @@ def test_a_mistake_in_the_configuration_is_one_clear_line(judge, name, options, 
 def test_prompts_and_solutions_are_those_of_the_other_environment(judge):
     environment = offered(judge)
     (prompt,) = environment.prompts("train")
-    assert (prompt.answer, environment.solve(prompt), environment.from_source(prompt)) == ("5", "5", prompt)
+    row = {"prompt": prompt.messages, "answer": "7", "id": "0", "level": 1}
+    made = environment.prompt(row)
+    assert (prompt.answer, environment.solve(prompt)) == ("5", "5")
+    assert (made.messages, made.answer, made.info) == (prompt.messages, "7", {"level": 1})

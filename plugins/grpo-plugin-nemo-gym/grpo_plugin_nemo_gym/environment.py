@@ -96,7 +96,7 @@ class NeMoGym(grpo.Environment):
         if split not in self._rows:
             raise grpo.ConfigError(
                 "nemo_gym: there are no rows; give the options path and validation_path (files as in the "
-                "server's directory data), or a source of the task (tasks.NAME.source.path)"
+                "server's directory data), or data of the task (tasks.NAME.data)"
             )
         rows, prompts = self._rows[split], []
         for number, (row, begun) in enumerate(zip(rows, self._begun(rows), strict=True), 1):
@@ -106,13 +106,15 @@ class NeMoGym(grpo.Environment):
                 raise grpo.ConfigError(f"{split} row {number}: {error}") from error
         return prompts
 
-    async def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
+    async def prompt(self, row: Mapping[str, Any]) -> grpo.Prompt:
         """Keep a row of NeMo Gym, or convert any other row to one."""
-        row = dict(prompt.info)
-        if prompt.answer is not None:
-            row[self._answer] = prompt.answer
-        if "responses_create_params" not in row:
-            row = {"responses_create_params": {"input": items_of(prompt.messages)}, **row}
+        named = ("prompt", "answer", "id")
+        given = {name: value for name, value in row.items() if name not in named and value is not None}
+        if row.get("answer") is not None:
+            given[self._answer] = row["answer"]
+        if "responses_create_params" not in given:
+            given = {"responses_create_params": {"input": items_of(row["prompt"])}, **given}
+        row = given
         return _prompt(row, await _begins(self._client, row) if self._steps else "")
 
     def solve(self, prompt: grpo.Prompt) -> str | None:

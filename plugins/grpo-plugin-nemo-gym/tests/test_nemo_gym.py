@@ -147,11 +147,12 @@ def hosted(url, **options):
 
 
 def prompt_of(host, given):
-    return of_source(host, grpo.Prompt(messages="-", info=given))
+    return of_row(host, grpo.Prompt(messages="-", info=given))
 
 
-def of_source(host, row):
-    (prompt,) = pickle.loads(host.from_source([row]))
+def of_row(host, given):
+    row = {**given.info, "prompt": given.messages, "answer": given.answer, "id": given.id or "0"}
+    (prompt,) = pickle.loads(host.convert([row]))
     return prompt
 
 
@@ -306,7 +307,7 @@ def test_rows_come_from_files_and_a_tenth_is_held_out(tmp_path):
 
 def test_any_other_row_of_a_source_becomes_a_row():
     with serving(Server().app) as url, hosted(url, answer="expected_count") as host:
-        prompt = of_source(host, grpo.Prompt(messages="Say 7.", answer=7, info={"initial_count": 7}))
+        prompt = of_row(host, grpo.Prompt(messages="Say 7.", answer=7, info={"initial_count": 7}))
         assert prompt.info["row"] == {
             "responses_create_params": {
                 "input": [{"type": "message", "role": "user", "content": "Say 7."}]
@@ -340,7 +341,7 @@ def test_calls_in_the_messages_of_a_source_are_items_and_those_of_one_reply_stay
         *({"role": "tool", "tool_call_id": id, "content": id, "name": "f"} for id in "12"),
     ]
     with serving(Server().app) as url, hosted(url) as host:
-        prompt = of_source(host, grpo.Prompt(messages=said, info={"initial_count": 7}))
+        prompt = of_row(host, grpo.Prompt(messages=said, info={"initial_count": 7}))
     kinds = [item["type"] for item in prompt.info["row"]["responses_create_params"]["input"]]
     assert kinds == ["message"] * 2 + ["function_call"] * 2 + ["function_call_output"] * 2
     assert list(prompt.messages) == said

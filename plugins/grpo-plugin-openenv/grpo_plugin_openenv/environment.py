@@ -8,7 +8,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-import attrs
 from attrs import define
 
 import grpo_core as grpo
@@ -123,14 +122,19 @@ class OpenEnv(grpo.Environment):
             for reset, said in zip(resets, asyncio.run(self._begun(resets)), strict=True)
         ]
 
-    async def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
+    async def prompt(self, row: Mapping[str, Any]) -> grpo.Prompt:
         """Use the row's columns as arguments of ``reset``, and append its observation to the prompt."""
-        reset = {**self._reset, **prompt.info}
+        named = ("prompt", "answer", "id")
+        columns = {name: value for name, value in row.items() if name not in named and value is not None}
+        reset = {**self._reset, **columns}
         async with self._starting:
             said = await self._begins(self._http, reset)
-        *before, last = (dict(message) for message in prompt.messages)
+        if "prompt" not in row:
+            return self._prompt(reset, said)
+        *before, last = (dict(message) for message in row["prompt"])
         last["content"] = "\n".join(filter(None, [str(last.get("content") or ""), said]))
-        return attrs.evolve(prompt, messages=(*before, last), info={"reset": reset, "observation": said})
+        info = {"reset": reset, "observation": said}
+        return grpo.Prompt(messages=(*before, last), answer=row.get("answer"), info=info)
 
     def solve(self, prompt: grpo.Prompt) -> str | None:
         return None

@@ -207,11 +207,14 @@ def test_a_prompt_is_a_seed_and_begins_with_what_reset_returns():
 def test_the_columns_of_a_row_are_arguments_of_reset():
     server = Server(seeded=True)
     with serving(server.app) as url, hosted(url, reset={"level": "easy"}) as host:
-        rows = [grpo.Prompt(messages="Go.", id=str(seed), info={"seed": seed}) for seed in range(7, 27)]
-        prompts = pickle.loads(host.from_source(rows))
+        go = grpo.Prompt(messages="Go.").messages
+        rows = [{"prompt": go, "id": str(seed), "seed": seed} for seed in range(7, 27)]
+        prompts = pickle.loads(host.convert(rows))
+        (alone,) = pickle.loads(host.convert([{"id": "0", "seed": 30}]))
         played(host, "hi", prompt=prompts[0])
     said = [f"Go.\nEcho environment ready! seed {seed}" for seed in range(7, 27)]
     assert [prompt.messages[0]["content"] for prompt in prompts] == said
+    assert alone.messages[0]["content"].endswith("Echo environment ready! seed 30")
     assert server.resets[-1] == {"level": "easy", "seed": 7}
 
 

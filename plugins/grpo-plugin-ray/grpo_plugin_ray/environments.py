@@ -125,8 +125,8 @@ class RayEnvironment:
         prompts: list[Prompt] = await self._ask("prompts", split)
         return prompts
 
-    async def from_source(self, prompts: Sequence[Prompt]) -> list[Prompt] | None:
-        made: list[Prompt] | None = await self._ask("from_source", list(prompts))
+    async def convert(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt] | None:
+        made: list[Prompt] | None = await self._ask("convert", list(rows))
         return made
 
     async def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:

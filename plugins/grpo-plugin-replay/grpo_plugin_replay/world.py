@@ -325,20 +325,18 @@ class PlannedLoader:
     """An endless stream of a task's prompts."""
 
     task: str
-    _offered: int = field(init=False, default=0)
+    _taken: int = field(init=False, default=0)
 
     def __len__(self) -> int:
         return 1000
 
     def take(self, n: int) -> list[Prompt]:
-        return self.prompts_at(self.offer(n))
-
-    def offer(self, n: int) -> list[int]:
-        first, self._offered = self._offered, self._offered + n
-        return [place % len(self) for place in range(first, first + n)]
-
-    def prompts_at(self, places: Sequence[int]) -> list[Prompt]:
+        first, self._taken = self._taken, self._taken + n
+        places = [place % len(self) for place in range(first, first + n)]
         return [Prompt(messages="-", id=str(place), environment=self.task) for place in places]
 
-    def pass_over(self, place: int, reason: str) -> None:
+    def place(self, prompt: Prompt) -> int:
+        return int(prompt.id)
+
+    def skip(self, prompt: Prompt, reason: str) -> None:
         return None

@@ -49,6 +49,8 @@ class Task:
     groups: int
     """Total number of trained groups."""
     errors: int
+    prompts: str
+    """Number of prompts of the last validation, such as "200 of 400"; empty if it had all of them."""
 
 
 NUMBERS: Mapping[str, str] = {
@@ -95,6 +97,7 @@ def tasks_of(steps: Sequence[Row], validations: Sequence[Row], config: Row) -> l
             },
             groups=round(_sum(steps, f"groups/{name}")),
             errors=round(_sum(steps, f"errors/{name}")),
+            prompts=_part_of_the_prompts(validations, name),
         )
         tasks.append(made)
     return tasks
@@ -227,9 +230,20 @@ def _learning(task: Task) -> list[Chart | None]:
     if [y for _, y in task.held_out] != [y for _, y in task.validation]:  # if they differ
         trained.append(Series(name="validation reward", points=task.held_out, colour=GREY, style="dots"))
     values = [y for _, y in (*task.rewards, *task.held_out, *task.validation) if math.isfinite(y)]
+    note = f"validated on {task.prompts} held-out prompts" if task.prompts else ""
     if all(0 <= y <= 1 for y in values):
-        return [chart(task.name, [*trained, held_out], low=0, high=1, percent=task.in_percent)]
-    return [chart(f"{task.name}: reward", trained), chart(f"{task.name}: validation", [held_out])]
+        return [chart(task.name, [*trained, held_out], note=note, low=0, high=1, percent=task.in_percent)]
+    return [
+        chart(f"{task.name}: reward", trained),
+        chart(f"{task.name}: validation", [held_out], note=note),
+    ]
+
+
+def _part_of_the_prompts(validations: Sequence[Row], task: str) -> str:
+    used, of = (points(validations, f"validation/{task}/{name}")[-1:] for name in ("prompts", "prompts_of"))
+    if not used or not of:
+        return ""
+    return f"{used[0][1]:.0f} of {of[0][1]:.0f}" if of[0][1] else f"the first {used[0][1]:.0f}"
 
 
 def _reward_parts(task: Task) -> list[Chart | None]:

@@ -78,9 +78,9 @@ class TextArena(grpo.Environment):
     def prompts(self, split: str) -> list[grpo.Prompt]:
         return self._prompts[split]
 
-    def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
+    def prompt(self, row: Mapping[str, Any]) -> grpo.Prompt:
         raise grpo.ConfigError(
-            f"textarena:{self._games.name} plays its own openings: leave out the task's source"
+            f"textarena:{self._games.name} plays its own openings: leave out the task's data"
         )
 
     def solve(self, prompt: grpo.Prompt) -> str | None:

@@ -48,12 +48,13 @@ class TRLEnvironment(grpo.Environment):
 
     def prompts(self, split: str) -> Sequence[grpo.Prompt]:
         raise grpo.ConfigError(
-            f"trl: the rows for {self._name}'s reset come from a source; give them with "
-            "tasks.NAME.source.path (and validation_path, or validation.every = 0)"
+            f"trl: the rows for {self._name}'s reset come from the task's data; name it with "
+            "tasks.NAME.data (and validation_data, or validation.every = 0)"
         )
 
-    def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
+    def prompt(self, row: Mapping[str, Any]) -> grpo.Prompt:
         """Append the result of ``reset`` for the row to the last message."""
+        prompt = super().prompt(row)
         given = [dict(message) for message in prompt.messages]
         row = {"prompt": given, **row_of(prompt, self._answer)}
         observation = self._reset(self._factory(), row)

@@ -159,7 +159,7 @@ class NoTrainerState:
 class Rewards(grpo.Environment):
     """The weighted sum of reward functions, each called with a batch of episodes.
 
-    The prompts come from the task's ``source``.
+    The prompts come from the task's ``data``.
     """
 
     def __init__(
@@ -178,8 +178,8 @@ class Rewards(grpo.Environment):
 
     def prompts(self, split: str) -> Sequence[grpo.Prompt]:
         raise grpo.ConfigError(
-            "trl: reward functions have no prompts; give them with tasks.NAME.source.path "
-            "(and validation_path, or validation.every = 0)"
+            "trl: reward functions have no prompts; give them with tasks.NAME.data "
+            "(and validation_data, or validation.every = 0)"
         )
 
     def solve(self, prompt: grpo.Prompt) -> str | None:

@@ -217,7 +217,7 @@ def test_a_mistake_in_the_configuration_is_one_clear_line(name, options, why):
 
 
 def test_without_a_source_there_are_no_prompts():
-    with pytest.raises(grpo.ConfigError, match=r"tasks.NAME.source.path"):
+    with pytest.raises(grpo.ConfigError, match=r"tasks.NAME.data"):
         ours("length").prompts("train")
 
 
@@ -226,7 +226,9 @@ def test_without_a_source_there_are_no_prompts():
 
 def played(environment, *calls, row=None):
     """Play one rollout: the model makes these calls, and then says that it is done."""
-    prompt = environment.from_source(grpo.Prompt(messages="Count to 7.", id="0", info=row or {}))
+    prompt = environment.prompt(
+        {"prompt": grpo.Prompt(messages="Count to 7.").messages, "id": "0", **(row or {})}
+    )
     with hosting(environment) as host:
         (start,) = host.open([("s", prompt)])
         if start.error:
@@ -276,7 +278,7 @@ def test_a_reset_that_is_not_the_same_for_the_same_row_is_refused():
 
 def test_each_rollout_has_its_own_instance():
     environment = ours("Counter")
-    prompt = environment.from_source(grpo.Prompt(messages="?", id="0"))
+    prompt = environment.prompt({"prompt": grpo.Prompt(messages="?").messages, "id": "0"})
     first, second = environment.open(prompt), environment.open(prompt)
     first.add(5)
     assert (first._environment.count, second._environment.count) == (5, 0)
@@ -291,7 +293,7 @@ def test_a_run_trains_on_a_reward_function_and_a_file_of_rows(tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = [
         "trainer.steps=2", "trainer.prompts_per_step=2", "rollout.group_size=2", "validation.every=0",
-        "tasks.rows.source.path=rows.jsonl", f"tasks.rows.env=trl:{OURS}:matches",
+        "tasks.rows.data=rows.jsonl", f"tasks.rows.env=trl:{OURS}:matches",
         'tasks.rows.options.more=["' + f'{OURS}:length' + '"]', "model.path=tiny", "rollout.max_tokens=8",
         "model.options.warm_start_steps=0",
     ]  # fmt: skip

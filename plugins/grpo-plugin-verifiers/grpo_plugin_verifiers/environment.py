@@ -138,9 +138,9 @@ class VerifiersTaskset(grpo.Environment):
     def prompts(self, split: str) -> list[grpo.Prompt]:
         return self.split.prompts[split]
 
-    def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
+    def prompt(self, row: Mapping[str, Any]) -> grpo.Prompt:
         raise grpo.ConfigError(
-            f"verifiers: {self.split.tasks.name} brings its own tasks: leave out the task's source"
+            f"verifiers: {self.split.tasks.name} brings its own tasks: leave out the task's data"
         )
 
     def solve(self, prompt: grpo.Prompt) -> str | None:

@@ -201,7 +201,7 @@ def prompts_never_scored(facts: Facts) -> Finding | None:
             f"the last error, of task {task!r}: {first.message}",
         ),
         "grep PromptSkipped in events.jsonl for their ids, then correct or leave out these rows "
-        "(tasks.TASK.source.where)",
+        "(a dataloader of a few lines does)",
     )
 
 

@@ -56,8 +56,8 @@ def few_different_prompts(facts: Facts) -> Finding | None:
                     f"{facts.setting('rollout.group_size')}",
                     f"trainer.prompts_per_step = {per_step:g}",
                 ),
-                "give the task more prompts (tasks.TASK.source, or prompts() of the environment); a path or "
-                "a filter (source.where) may leave most of them out",
+                "give the task more prompts (tasks.TASK.data, or prompts() of the environment); a path or "
+                "a filter (`[filters]`) may leave most of them out",
             )
     return None
 

@@ -1,0 +1,425 @@
+"""The data of a task: its dataloader, and the prompts of its environment."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, Protocol
+
+from attrs import define, field, fields_dict, frozen
+
+from grpo_core.config import RowOptions, TaskConfig
+from grpo_core.contracts.errors import ConfigError, PluginError, did_you_mean
+from grpo_core.contracts.records import Prompt
+from grpo_core.data.choice import DataChoice, check_there, choose
+from grpo_core.data.files import Ranges, check_apart
+from grpo_core.data.leakage import digest
+from grpo_core.data.loaders import Convert, IndexedLoader, LookAhead, StreamLoader, Thread
+from grpo_core.data.permutation import some
+from grpo_core.data.rows import (
+    RowReader,
+    ignore_warnings_of_torchdata,
+    is_at_hand,
+    is_sized,
+    raised,
+    readable,
+)
+from grpo_core.data.sources import ReadRows, SomePrompts
+from grpo_core.data.trial import Tried, compare, read_elsewhere
+from grpo_core.plugins.host import PluginHost
+
+AT_ONCE = 1000
+"""Number of rows that an environment converts in one call."""
+
+
+class Converting(Protocol):
+    """An environment that may have prompts, and may make prompts of rows."""
+
+    async def prompts(self, split: str) -> list[Prompt]: ...
+    async def convert(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt] | None: ...
+
+
+@define(eq=False)
+class TaskData:
+    """The prompts of a task or validation set.
+
+    Training prompts are a sequence if all of them are at hand; otherwise ``loader`` reads them.
+    """
+
+    task: str
+    host: PluginHost
+    environment: Converting
+    choice: DataChoice | None
+    """The dataloader of the training prompts; None: the environment has them."""
+    held_out: DataChoice | None
+    """The dataloader of the held-out prompts alone."""
+    seed: int = 0
+    deadline: float = 120.0
+    tries: bool = False
+    """Whether a stream is tried before it is used."""
+    notes: dict[str, str] = field(init=False, factory=dict)
+    """Warnings about the dataloader, by cause."""
+    loader: LookAhead | None = field(init=False, default=None)
+    """Reads the training prompts, if they are not at hand; made by ``prompts("train")``."""
+    _at_hand: ReadRows | None = field(init=False, default=None)
+
+    @classmethod
+    def of(
+        cls, name: str, task: TaskConfig, host: PluginHost, environment: Converting, **given: Any
+    ) -> TaskData:
+        choice, held_out = choices(name, task, host)
+        for each in (choice, held_out):
+            if each is not None:
+                host.find("dataloader", each.name).load()  # two threads must not import a plugin
+        return cls(name, host, environment, choice, held_out, **given)
+
+    async def prompts(self, split: str, first: int) -> Sequence[Prompt]:
+        """Return the prompts of a split, or the ``first`` of rows that are not at hand.
+
+        Raises PluginError, ConfigError.
+        """
+        return await (self._train(first) if split == "train" else self._validation(first))
+
+    def close(self) -> None:
+        """End reading."""
+        if self.loader is not None:
+            self.loader.close()
+
+    # ------------------------------------------------------------------------------ training
+
+    async def _train(self, first: int) -> Sequence[Prompt]:
+        if self.choice is None:
+            return await self._own("train")
+        if self.loader is None and self._at_hand is None:
+            await self._open(self.choice)
+        if self._at_hand is not None and self.loader is None:
+            return self._at_hand
+        assert self.loader is not None
+        if (read := self._at_hand) is None:
+            return await self.loader.first(first)
+        found = await converted(read.raw[:first], self.loader.reader, read.places, self.environment.convert)
+        return SomePrompts(found, read.digests)
+
+    async def _open(self, choice: DataChoice) -> None:
+        """Make the loader of rows that are read ahead, or read those that are prompts at hand."""
+        opening = partial(
+            open_loader,
+            self.task,
+            choice.text,
+            self._factory(choice),
+            choice.rows,
+            seed=self.seed,
+            deadline=self.deadline,
+            convert=self.environment.convert,
+        )
+        loader = await opening()
+        if isinstance(loader, StreamLoader) and self.tries and choice.rows.exact:
+            loader.close()
+            tried = await self._try(choice, loader.thread)
+            loader = await opening(without=tried.without)
+        self._at_hand = loader.read_rows if isinstance(loader, IndexedLoader) else None
+        if not (isinstance(loader, IndexedLoader) and loader.at_hand):
+            self.loader = loader
+
+    async def _try(self, choice: DataChoice, thread: Thread) -> Tried:
+        """Try a stream that a plugin makes, and note what was found.  Raises ConfigError, PluginError."""
+        who, split = self._who(choice), choice.split("train")
+        if self.host.of_program(choice.name):  # objects of a program are proved when the run is resumed
+            return Tried(0, frozenset(), "", 0.0)
+        reading = await read_elsewhere(
+            self.host.selection, choice.name, split, choice.options, who, seconds=self.deadline
+        )
+        make = partial(self._factory(choice), "train")
+        try:
+            tried: Tried = await called(who, thread, partial(compare, reading, make, who), self.deadline)
+        finally:
+            thread.close()
+        if tried.without:
+            self.notes[f"fields_differ/{self.task}"] = (
+                f"{who}: {', '.join(sorted(tried.without))} differ each time a row is read; the other fields "
+                "prove its position"
+            )
+        if tried.lost:
+            self.notes[f"rows_are_counted/{self.task}"] = (
+                f"{who}: its state lacks {tried.lost}, so a resumed run reads all rows again and compares: "
+                f"about {max(1, round(1e6 * tried.seconds)):,} s for a million rows"
+            )
+        return tried
+
+    # ------------------------------------------------------------------------------ held-out prompts
+
+    async def _validation(self, first: int) -> Sequence[Prompt]:
+        """Return held-out prompts: of their own dataloader, of the task's, or of the environment."""
+        found = await self.held_out_rows(first)
+        return await self._own("validation") if found is None else found
+
+    async def held_out_rows(self, first: int) -> Sequence[Prompt] | None:
+        """Return the held-out prompts of dataloaders, or None if they have none."""
+        if self.held_out is not None:
+            found = await self._held_out(self.held_out, "validation", first)
+            if found is None:  # a file has one split, all of which is held out
+                found = await self._held_out(self.held_out, "train", first)
+            if found is None:
+                raise ConfigError(f"{self._who(self.held_out)}: it has no held-out prompts")
+            return found
+        return None if self.choice is None else await self._held_out(self.choice, "validation", first)
+
+    async def _held_out(self, choice: DataChoice, split: str, first: int) -> Sequence[Prompt] | None:
+        def make(_: str) -> Any:
+            rows = self._factory(choice)(split)
+            if isinstance(rows, Ranges) and self.choice is not None and self.choice.same(choice):
+                check_apart(self._factory(self.choice)("train"), rows, self._who(choice))
+            return rows
+
+        return await open_held_out(
+            self.task,
+            choice.text,
+            make,
+            choice.rows,
+            first,
+            seed=self.seed,
+            deadline=self.deadline,
+            convert=self.environment.convert,
+        )
+
+    # ------------------------------------------------------------------------------ shared
+
+    async def _own(self, split: str) -> Sequence[Prompt]:
+        """Return the environment's prompts.  Raises PluginError, ConfigError."""
+        try:
+            prompts = await self.environment.prompts(split)
+        except PluginError as error:
+            if split == "train" or self.choice is None:
+                raise
+            raise ConfigError(
+                f"task {self.task!r}: it has no held-out prompts: its data {self.choice.text!r} has training "
+                f"prompts only, and its environment offers none. Set tasks.{self.task}.validation_data, or "
+                f"validation.every=0. ({error})"
+            ) from error
+        if split == "train" and not prompts:
+            raise PluginError(
+                f"task {self.task!r}: prompts('train') of its environment is empty; expected at least one "
+                "prompt"
+            )
+        return prompts
+
+    def _factory(self, choice: DataChoice) -> Making:
+        return Making(self.host, choice)
+
+    def _who(self, choice: DataChoice) -> str:
+        return who_of(self.task, choice.text)
+
+
+@frozen
+class Making:
+    """Makes the dataloader of a split."""
+
+    host: PluginHost
+    choice: DataChoice
+
+    def __call__(self, split: str) -> Any:
+        return self.host.make("dataloader", self.choice.name, self.choice.split(split), **self.choice.options)
+
+
+def who_of(task: str, name: str) -> str:
+    """Return the name of a dataloader in messages."""
+    return f"task {task!r}: dataloader {name!r}"
+
+
+async def open_loader(
+    task: str,
+    name: str,
+    make: Callable[[str], Any],
+    options: RowOptions,
+    *,
+    seed: int = 0,
+    deadline: float = 120.0,
+    convert: Convert | None = None,
+    without: Collection[str] = (),
+) -> LookAhead:
+    """Make a dataloader on a thread, and return the loader of its training rows.
+
+    Rows that can be read before the run begins are read.
+
+    Args:
+        task: name of the task.
+        name: name of the dataloader, for messages.
+        make: makes the dataloader of a split.
+        options: how rows become prompts.
+        seed: seed of the shuffling.
+        deadline: seconds for making it, and for each wait for a prompt.
+        convert: lets the environment make the prompts.
+        without: fields of a stream that differ each time a row is read.
+
+    Raises PluginError, ConfigError.
+    """
+    who, thread = who_of(task, name), Thread(name)
+    rows = await made(who, thread, lambda: make("train"), options, deadline)
+    if rows is None:
+        raise PluginError(f"{who}: it is None for 'train'; expected rows")
+    waiting: dict[str, Any] = {"deadline": deadline, "convert": convert, "thread": thread}
+    if not is_sized(rows):
+        again = partial(make, "train")
+        return StreamLoader(task, name, again, options, first=rows, without=without, **waiting)
+    if not len(rows):
+        raise PluginError(f"{who}: it has no rows; expected at least one")
+    waiting |= {"seed": seed, "name": name, "options": options}
+    if not is_at_hand(rows):
+        return IndexedLoader(task, rows, at_hand=False, **waiting)
+    converts = convert is not None and await convert([]) is not None
+    read = ReadRows(rows, RowReader(task, who, options), converts=converts)
+    await asyncio.to_thread(read.open)
+    loader = IndexedLoader(task, read.raw if converts else read, at_hand=not converts, **waiting)
+    loader.read_rows = read
+    return loader
+
+
+async def open_held_out(
+    task: str,
+    name: str,
+    make: Callable[[str], Any],
+    options: RowOptions,
+    first: int,
+    *,
+    seed: int = 0,
+    deadline: float = 120.0,
+    convert: Convert | None = None,
+) -> Sequence[Prompt] | None:
+    """Return the held-out prompts of a dataloader; None if it has none.
+
+    Where they are not all at hand, as many as ``first`` are chosen by the seed, or the first of a stream.
+
+    Args: as of ``open_loader``.
+
+    Raises PluginError, ConfigError.
+    """
+    who, thread, key = who_of(task, name), Thread(name), f"{seed}/validation/{task}"
+    try:
+        rows = await made(who, thread, lambda: make("validation"), options, deadline)
+        if rows is None:
+            return None
+        reader = RowReader(task, who, options)
+        places: Sequence[int]
+        if is_sized(rows) and is_at_hand(rows):
+            converts = convert is not None and await convert([]) is not None
+            read = ReadRows(rows, reader, converts=converts)
+            await asyncio.to_thread(read.open)
+            if not converts:
+                return read
+            chosen, raw = some(len(read), first, key), read.raw
+            digests = [read.digests[nth] for nth in chosen]
+            places = [read.places[nth] for nth in chosen]
+            prompts = await converted([raw[nth] for nth in chosen], reader, places, convert)
+            return SomePrompts(prompts, digests, len(read))
+        if is_sized(rows):
+            places = some(len(rows), first, key)
+            found = await called(who, thread, lambda: [rows[place] for place in places], deadline)
+            known = len(rows)
+        else:
+            found = await called(who, thread, lambda: list(islice(rows, first)), deadline)
+            places, known = range(len(found)), 0 if len(found) == first else len(found)
+        prompts = await converted(found, reader, places, convert)
+        return SomePrompts(prompts, [digest(prompt) for prompt in prompts], known)
+    finally:
+        thread.close()
+
+
+async def converted(
+    rows: Sequence[Any], reader: RowReader, places: Sequence[int], convert: Convert | None
+) -> list[Prompt]:
+    """Return the prompts of rows."""
+    reader.check_named(rows)
+    prompts: list[Prompt] = []
+    fields = [reader.fields(row, place) for row, place in zip(rows, places, strict=False)]
+    for begin in range(0, len(rows), AT_ONCE):
+        some = fields[begin : begin + AT_ONCE]
+        found = None if convert is None else await convert(some)
+        if found is None:
+            part = zip(rows[begin:], some, places[begin:], strict=False)
+            found = [reader.prompt(row, its, place) for row, its, place in part]
+        prompts += found
+    return prompts
+
+
+async def made(
+    who: str, thread: Thread, make: Callable[[], Any], options: RowOptions, deadline: float
+) -> Any:
+    """Make a dataloader on its thread; return its rows, or None."""
+
+    def call() -> Any:
+        ignore_warnings_of_torchdata()
+        given = make()
+        return None if given is None else readable(given, who, exact=options.exact)
+
+    return await called(who, thread, call, deadline)
+
+
+async def called(who: str, thread: Thread, call: Callable[[], Any], deadline: float) -> Any:
+    """Call a dataloader on its thread.  Raises PluginError or another GrpoError."""
+    try:
+        async with asyncio.timeout(deadline):
+            return await thread(call)
+    except TimeoutError:
+        raise PluginError(
+            f"{who} gave no rows within {deadline:g} s (environment.start_deadline); it is not made yet"
+        ) from None
+    except Exception as error:
+        raise raised(who, "it", error) from error
+
+
+def choices(name: str, task: TaskConfig, host: PluginHost) -> tuple[DataChoice | None, DataChoice | None]:
+    """Return the dataloaders of a task's training prompts and of its held-out prompts.
+
+    Options of the dataloader's own are for the held-out prompts as well, if both are of one kind.
+    """
+    where = f"tasks.{name}.data_options"
+    train = choose(task.data, task.data_options, where=where) if task.data else None
+    held_out = choose(task.validation_data, task.data_options, where=where) if task.validation_data else None
+    if train is not None and held_out is not None:
+        kinds = [host.find("dataloader", each.name).offer for each in (train, held_out)]
+        if kinds[0] is not kinds[1]:
+            held_out = DataChoice(held_out.name, held_out.text, held_out.rows, {})
+    return train, held_out
+
+
+def check_data(key: str, name: str, task: TaskConfig, host: PluginHost) -> None:
+    """Raise ConfigError or PluginError if a dataloader of a task cannot be made.
+
+    Args:
+        key: of the task or set in the configuration.
+        name: of the task.
+        task: its section.
+        host: has the dataloaders.
+    """
+    texts = {"data": task.data, "validation_data": task.validation_data}
+    for each, text in texts.items():
+        if text:
+            check_there(text, who=f"{key}.{each}")
+    if not any(texts.values()) and task.data_options:
+        return
+    for choice in choices(name, task, host):
+        if choice is None:
+            continue
+        factory = host.find("dataloader", choice.name).load()
+        known = set(fields_dict(RowOptions)) - {"split"}
+        if both := sorted(known & _parameters(factory)):
+            raise ConfigError(
+                f"{key}: the dataloader {choice.text!r} has an option {both[0]!r}, which is a key of the "
+                "core in data_options; its factory has to call it differently"
+            )
+        for option in choice.options:
+            near = did_you_mean(option, set(fields_dict(RowOptions)))
+            if near and option not in _parameters(factory):
+                raise ConfigError(f"{key}.data_options has no key {option!r}.{near}")
+        host.check_options("dataloader", choice.name, choice.options)
+
+
+def _parameters(factory: Any) -> set[str]:
+    """Return the names of a factory's parameters."""
+    try:
+        return set(inspect.signature(factory).parameters)
+    except (TypeError, ValueError):  # some callables written in C have no signature
+        return set()

@@ -1,0 +1,91 @@
+"""An environment with the data of a task, for commands and tests that start no run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import field, frozen
+
+from grpo_core.app.data import TaskData, check_data
+from grpo_core.config import EnvironmentConfig, TaskConfig, build, structured
+from grpo_core.contracts.errors import PluginError
+from grpo_core.contracts.records import Prompt
+from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.selection import PluginSelection
+
+DATA = ("data", "data_options", "validation_data")
+"""Keys of a task that may be among the options of an environment."""
+FIRST = 64
+"""Number of prompts of rows that are read ahead."""
+
+
+@frozen(kw_only=True)
+class Sections:
+    """Sections of a run's configuration within an environment's options."""
+
+    environment: EnvironmentConfig = field(factory=EnvironmentConfig)
+    task: TaskConfig = field(factory=lambda: TaskConfig(env=""))
+    """Where the prompts come from."""
+
+
+def taken_sections(options: dict[str, Any]) -> Sections:
+    """Remove the sections from an environment's options and return them.
+
+    Raises ConfigError for an unknown key or a bad value.
+    """
+    environment = build([{"environment": options.pop("environment", {})}]).environment
+    given = {key: options.pop(key) for key in DATA if key in options}
+    return Sections(environment=environment, task=structured(TaskConfig, {"env": "", **given}))
+
+
+class SourcedProcess(EnvironmentProcess):
+    """An ``EnvironmentProcess`` with the prompts of a task's data.
+
+    Args:
+        given: arguments of ``EnvironmentProcess``, as ``named``.
+        data: section of the task, with the data.
+    """
+
+    def __init__(self, *given: Any, data: TaskConfig, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._has_data = bool(data.data or data.validation_data)
+        host = PluginHost.of(named.get("plugins", PluginSelection()))
+        if self._has_data:
+            check_data("data", self.task, data, host)
+        self._data = TaskData.of(self.task, data, host, _Own(self))
+
+    async def prompts(self, split: str) -> list[Prompt]:
+        """Return the prompts of a split.  Raises PluginError, ConfigError."""
+        if not self._has_data:
+            return await self.own(split)
+        if split == "train":
+            return list(await self._data.prompts(split, FIRST))
+        if (found := await self._data.held_out_rows(FIRST)) is not None:
+            return list(found)
+        with contextlib.suppress(PluginError):  # it has no prompts itself
+            return await self.own(split)
+        return []
+
+    async def own(self, split: str) -> list[Prompt]:
+        """Return the environment's own prompts.  Raises PluginError."""
+        return await super().prompts(split)
+
+    async def aclose(self) -> None:
+        self._data.close()
+        await super().aclose()
+
+
+@frozen
+class _Own:
+    """The environment itself, without the data of its task."""
+
+    process: SourcedProcess
+
+    async def prompts(self, split: str) -> list[Prompt]:
+        return await self.process.own(split)
+
+    async def convert(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt] | None:
+        return await self.process.convert(rows)

@@ -1,0 +1,93 @@
+"""Any dataloader resumes exactly, or is refused before step 1.
+
+A process draws two epochs through the real loader, sampler, buffer and checkpoint, and is killed three times
+at random moments.  It draws what a process draws that nobody kills.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from any_loaders import FACTORIES, N
+from drawing import PER_STEP, PHASES
+
+TESTS = Path(__file__).parent
+STEPS = 2 * N // PER_STEP + 2
+REFUSED = {
+    "duckdb_batches",
+    "generator",
+    "polars_iterator",
+    "pyarrow_batches",
+    "sqlite_cursor",
+    "stateful_of_an_iterable_with_two_workers",
+    "torch_loader",
+    "webdataset",
+    "webdataset_shuffled",
+}
+"""Loaders without a position, or with rows that come twice; the others are exact."""
+QUICK = {
+    "datasets_iterable",
+    "generator",
+    "list_of_rows",
+    "nodes_of_an_iterable",
+    "own_state",
+    "sqlite_by_number",
+    "stateful_shuffled",
+    "webdataset",
+}
+WITHOUT = {"webdataset": "webdataset", "duckdb": "duckdb", "polars": "polars", "pandas": "pandas"}
+"""Packages that a loader needs and the project does not, by the beginning of its name."""
+
+
+def run(name: str, folder: Path, *kill: object) -> subprocess.CompletedProcess[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "drawing.py", name, str(folder), str(STEPS), *map(str, kill)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, cwd=TESTS, env=environ, capture_output=True, text=True, timeout=300)
+
+
+def drawn(folder: Path) -> dict[int, list[str]]:
+    """Texts of the prompts of each step; of a step that was drawn twice, the last time counts."""
+    lines = (folder / "drawn.jsonl").read_text().splitlines()
+    return dict(json.loads(line) for line in lines)
+
+
+def moments(name: str) -> list[tuple[int, str]]:
+    """Three random moments: in the first epoch, in the second, and anywhere."""
+    chance, half = random.Random(name), STEPS // 2
+    ranges = [(2, half), (half, STEPS - 1), (2, STEPS - 1)]
+    chosen = [(chance.randrange(*each), chance.choice(PHASES)) for each in ranges]
+    return sorted((step | (phase == "saving"), phase) for step, phase in chosen)  # odd steps end with a save
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in FACTORIES]
+)
+def test_a_loader_resumes_exactly_or_is_refused_before_the_first_step(name, tmp_path):
+    for beginning, package in WITHOUT.items():
+        if name.startswith(beginning):
+            pytest.importorskip(package)
+    calm = run(name, tmp_path / "calm")
+    if name in REFUSED:
+        assert calm.returncode == 2, calm.stderr
+        assert not (tmp_path / "calm" / "drawn.jsonl").exists()
+        assert calm.stderr.count("\n") == 1, "one line"
+        return
+    assert calm.returncode == 0, calm.stderr
+    expected = drawn(tmp_path / "calm")
+    assert sorted(expected) == list(range(STEPS))
+    folder = tmp_path / "killed"
+    for moment in moments(name):
+        killed = run(name, folder, *moment)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+    ended = run(name, folder)
+    assert ended.returncode == 0, ended.stderr
+    assert drawn(folder) == expected

@@ -1,0 +1,388 @@
+"""Law 12: a resumed dataloader gives the row that it would have given, or the run is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_core.app.data import open_loader
+from grpo_core.config import RowOptions
+from grpo_core.contracts.errors import ConfigError, PluginError
+from grpo_core.data.loaders import IndexedLoader, StreamLoader
+from grpo_core.data.positions import fingerprint
+from grpo_core.data.states import from_safetensors, packed, to_safetensors, unpacked
+from grpo_core.data.streams import loses_state
+from grpo_core.data.trial import compare, read
+
+
+class Rows:
+    """A stream of ``n`` rows whose order depends on ``set_epoch``; its state is that of the next row."""
+
+    def __init__(self, n=50, seed=0):
+        self.n, self.seed, self.at, self.epoch = n, seed, 0, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = random.Random(f"{self.seed}/{self.epoch}").sample(range(self.n), self.n)
+        while self.at < self.n:
+            self.at += 1
+            yield self.row(order[self.at - 1])
+        self.at = 0
+
+    def row(self, i):
+        return {"id": f"{self.epoch}/{i}", "prompt": f"{i}=", "answer": str(i)}
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class StateBehind(Rows):
+    """Its state is that of the row after the next one."""
+
+    def state_dict(self):
+        return {"at": self.at + 1}
+
+
+class NoState(Rows):
+    """Its state is the beginning."""
+
+    def load_state_dict(self, state):
+        pass
+
+
+class LostBuffer(Rows):
+    """Rows wait in a buffer, which the state lacks."""
+
+    def __iter__(self):
+        waiting = []
+        for row in super().__iter__():
+            waiting.append(row)
+            if len(waiting) == 5:
+                yield waiting.pop(0)
+        yield from waiting
+
+
+class RaisesOnLoad(Rows):
+    def load_state_dict(self, state):
+        raise KeyError("version")
+
+
+class OneGenerator(Rows):
+    """The order of an epoch depends on those before it, and the state lacks this."""
+
+    def __init__(self, n=50):
+        super().__init__(n)
+        self.random = random.Random(7)
+
+    set_epoch = None
+
+    def __iter__(self):
+        order = self.random.sample(range(self.n), self.n)
+        while self.at < self.n:
+            self.at += 1
+            yield self.row(order[self.at - 1])
+        self.at = 0
+
+
+KINDS = [Rows, StateBehind, NoState, LostBuffer, RaisesOnLoad]
+
+
+def inline(loader):
+    """Let a loader read without a thread: virtual time knows none."""
+
+    async def call(work):
+        return work()
+
+    call.close = lambda: None
+    loader.thread = call
+    return loader
+
+
+def stream(make, **options):
+    return inline(StreamLoader("t", "rows", make, RowOptions(**options)))
+
+
+async def drawn(loader, n):
+    await loader.first(n)
+    return [prompt.id for prompt in loader.take(n)]
+
+
+def through_files(state):
+    plain, arrays = packed(state)
+    return unpacked(json.loads(json.dumps(plain)), from_safetensors(to_safetensors(arrays)))
+
+
+# ---------------------------------------------------------------------------------- killed anywhere
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    n=st.sampled_from([1, 3, 31, 32, 33, 50]),
+    takes=st.lists(st.integers(1, 9), min_size=2, max_size=24),
+    kills=st.lists(st.integers(1, 23), max_size=4),
+    ahead=st.integers(0, 20),
+)
+def test_a_stream_that_is_killed_anywhere_gives_the_rows_of_one_that_is_not(kind, n, takes, kills, ahead):
+    """Also where the state is wrong: then the rows are counted."""
+
+    async def story(kills):
+        loader, ids = stream(lambda: kind(n)), []
+        for nth, take in enumerate(takes):
+            ids += await drawn(loader, take)
+            if nth in kills:
+                await loader.first(ahead + 1)
+                state = through_files(loader.state_dict())
+                loader = stream(lambda: kind(n))
+                loader.load_state_dict(state)
+                if nth % 2:  # killed again before a row is read
+                    assert through_files(loader.state_dict()) == state
+        return ids
+
+    expected = [f"{epoch}/" for epoch in range(sum(takes)) for _ in range(n)]
+    calm = asyncio.run(story([]))
+    assert [id.partition("/")[0] + "/" for id in calm] == expected[: len(calm)]
+    assert asyncio.run(story(kills)) == calm
+
+
+def test_a_state_that_breaks_after_its_epoch_is_found_where_the_epoch_ends_among_the_rows():
+    async def story(cut):
+        loader, ids = stream(OneGenerator), []
+        ids += await drawn(loader, cut)
+        if cut:
+            state = through_files(loader.state_dict())
+            loader = stream(OneGenerator)
+            loader.load_state_dict(state)
+        return ids + await drawn(loader, 200 - cut) if cut else await drawn(loader, 200)
+
+    calm = asyncio.run(story(0))
+    for cut in (52, 60, 101, 110):
+        assert asyncio.run(story(cut)) == calm, cut
+
+
+# ---------------------------------------------------------------------------------- refused
+
+
+class Changed(Rows):
+    def row(self, i):
+        return {**super().row(i), "answer": f"another {i}"}
+
+
+@pytest.mark.parametrize(("cut", "first"), [(4, 1), (100, 65)])
+def test_rows_that_have_changed_are_refused_with_row_field_and_both_texts(cut, first):
+    async def story():
+        loader = stream(Rows)
+        await drawn(loader, cut)
+        other = stream(Changed)
+        other.load_state_dict(through_files(loader.state_dict()))
+        await other.first(1)
+
+    with pytest.raises(ConfigError) as raised:
+        asyncio.run(story())
+    told = str(raised.value)
+    assert f"task 't': dataloader 'rows' does not give the rows that it gave: row {first} has 'ano" in told
+    assert "'answer'" in told
+    assert "data_options.exact = false" in told
+    assert raised.value.exit_status == 2
+
+
+def test_fewer_rows_than_before_are_refused():
+    async def story():
+        loader = stream(lambda: Rows(50))
+        await drawn(loader, 45)
+        other = stream(lambda: Rows(3))
+        other.load_state_dict(loader.state_dict())
+        await other.first(1)
+
+    with pytest.raises(ConfigError, match="does not give the rows that it gave"):
+        asyncio.run(story())
+
+
+class Transformed:
+    """Rows by index that differ each time they are read."""
+
+    def __init__(self, salt):
+        self.salt = salt
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, i):
+        return {"prompt": f"{i} {self.salt}"}
+
+
+def test_rows_by_index_that_have_changed_are_refused_too():
+    def indexed(salt):
+        return inline(IndexedLoader("t", Transformed(salt), seed=0, name="rows", at_hand=False))
+
+    async def story(salt):
+        loader, other = indexed(1), indexed(salt)
+        before = await drawn(loader, 5)
+        other.load_state_dict(through_files(loader.state_dict()))
+        return before, await drawn(loader, 30), await drawn(other, 30)
+
+    _, expected, found = asyncio.run(story(1))
+    assert expected == found
+    with pytest.raises(ConfigError, match=r"row 1 has '\d+ 2' in its field 'prompt', expected '\d+ 1'"):
+        asyncio.run(story(2))
+
+
+@pytest.mark.parametrize("source", ["generator", "queue"])
+def test_a_source_that_can_be_read_once_is_refused_unless_its_position_need_not_be_exact(source):
+    given = ({"prompt": f"{i}=", "id": str(i)} for i in range(100))
+    read = []
+
+    def once(split):
+        class Once:
+            def __iter__(self):
+                for row in given:
+                    read.append(row)
+                    yield row
+
+        return given if source == "generator" else Once()
+
+    async def story(**options):
+        loader = await open_loader("t", "rows", once, RowOptions(**options))
+        ids = await drawn(loader, 5)
+        await loader.first(9)
+        again = await open_loader("t", "rows", once, RowOptions(**options))
+        again.load_state_dict(through_files(loader.state_dict()))
+        loader.close()
+        ids += await drawn(again, 20)
+        again.close()
+        return ids
+
+    with pytest.raises(PluginError, match=r"without state_dict and load_state_dict: .*exact = false"):
+        asyncio.run(story())
+    assert read == [], "it is refused before it is read"
+    assert asyncio.run(story(exact=False)) == [str(i) for i in range(25)], "rows read ahead are kept"
+
+
+def test_a_stream_that_ends_and_cannot_begin_again_says_so():
+    rows = iter([{"prompt": "a"}, {"prompt": "b"}])
+
+    async def story():
+        await drawn(inline(StreamLoader("t", "rows", lambda: rows, RowOptions(exact=False))), 3)
+
+    with pytest.raises(PluginError, match="it ended without a row after 2 rows: it cannot be read twice"):
+        asyncio.run(story())
+
+
+# ---------------------------------------------------------------------------------- the trial
+
+
+class Timed(Rows):
+    clock = iter(range(10**9))
+
+    def row(self, i):
+        return {**super().row(i), "at": next(self.clock)}
+
+
+def test_a_field_that_differs_each_time_is_left_out_and_the_others_prove_the_position():
+    tried = compare(read(Timed, "rows"), Timed, "rows")
+    assert tried.without == {"at"}
+
+    async def story():
+        loader = inline(StreamLoader("t", "rows", Timed, RowOptions(), without=tried.without))
+        await drawn(loader, 60)
+        other = inline(StreamLoader("t", "rows", Timed, RowOptions()))
+        other.load_state_dict(through_files(loader.state_dict()))
+        assert await drawn(other, 80) == await drawn(loader, 80)
+
+    asyncio.run(story())
+
+
+class OnlyTime:
+    """Every field differs, but one that says nothing."""
+
+    clock = iter(range(10**9))
+
+    def __iter__(self):
+        while True:
+            yield {"prompt": f"{next(self.clock)}", "answer": "1"}
+
+    def state_dict(self):
+        return {}
+
+    load_state_dict = state_dict
+
+
+@pytest.mark.parametrize("kind", [OnlyTime, StateBehind, NoState])
+def test_a_trial_refuses_a_stream_that_does_not_give_the_same_rows(kind):
+    with pytest.raises(ConfigError, match="does not give the rows that it gave"):
+        compare(read(kind, "rows"), kind, "rows")
+
+
+def test_a_trial_crosses_the_end_of_an_epoch():
+    with pytest.raises(ConfigError, match="its state was restored behind"):
+        compare(read(OneGenerator, "rows"), OneGenerator, "rows")
+    assert compare(read(Rows, "rows"), Rows, "rows").lost == ""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("buffer", [20, 1000])
+def test_a_shuffle_buffer_of_datasets_is_known_and_no_row_is_lost(buffer):
+    datasets = pytest.importorskip("datasets")
+
+    def shuffled():
+        rows = [{"prompt": f"q{i}", "id": str(i)} for i in range(200)]
+        stream = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=4)
+        return stream.shuffle(seed=42, buffer_size=buffer)
+
+    assert loses_state(shuffled()) == f"a shuffle buffer of {buffer:,} rows"
+
+    async def story(cut):
+        loader = stream(shuffled)
+        ids = await drawn(loader, cut)
+        other = stream(shuffled)
+        other.load_state_dict(through_files(loader.state_dict()))
+        return ids + await drawn(other, 400 - cut)
+
+    for cut in (30, 230):
+        ids = asyncio.run(story(cut))
+        assert [sorted(ids[part : part + 200], key=int) for part in (0, 200)] == [
+            [str(i) for i in range(200)]
+        ] * 2
+        assert ids[:200] != ids[200:], "set_epoch chooses another order"
+
+
+# ---------------------------------------------------------------------------------- values
+
+
+def test_fingerprints_compare_values_and_not_objects():
+    np = pytest.importorskip("numpy")
+    one = {"a": 1, "b": [1.0, "x"], "c": {"k": b"12"}, "d": np.arange(3), "e": {3, 1, 2}, "f": np.float32(2)}
+    same = {"a": 1.0, "b": (1, "x"), "c": {"k": bytearray(b"12")}, "d": np.arange(3), "e": {1, 2, 3}, "f": 2}
+    assert {k: v[0] for k, v in fingerprint(one).items() if k != "f"} == {
+        k: v[0] for k, v in fingerprint(same).items() if k != "f"
+    }
+    for key, other in {
+        "a": "1",
+        "b": [1.0, "y"],
+        "c": {"k": b"13"},
+        "d": np.arange(3) + 1,
+        "e": {1, 2},
+    }.items():
+        assert fingerprint(one)[key][0] != fingerprint({key: other})[key][0], key
+    assert len(fingerprint({"long": "x" * 1000})["long"][1]) == 60
+
+
+def test_loaders_pickle():
+    async def story():
+        loader = stream(Rows)
+        await drawn(loader, 40)
+        copy = inline(pickle.loads(pickle.dumps(loader)))
+        assert await drawn(copy, 30) == await drawn(loader, 30)
+
+    asyncio.run(story())
