@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_core.config import RowOptions
-from grpo_core.contracts.errors import ConfigError, GrpoError, PluginError
+from grpo_core.contracts.errors import ConfigError, GrpoError, PluginError, fault_of
 from grpo_core.contracts.records import Message, Prompt
 from grpo_core.contracts.unicode import lone_surrogate, unreadable
 from grpo_core.data.files import is_null

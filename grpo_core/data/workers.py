@@ -12,7 +12,7 @@ from typing import Any
 from attrs import frozen
 
 from grpo_core.contracts.errors import PluginError
-from grpo_core.plugins.installed import FILE_PREFIX
+from grpo_core.plugins.files import FILE_PREFIX
 
 
 def prepare_workers(loader: Any, who: str) -> None:

@@ -21,13 +21,13 @@ from grpo_core.contracts.errors import cut
 from grpo_core.contracts.incidents import Lines, by_kind
 from grpo_core.contracts.protocols import Tracker
 from grpo_core.contracts.records import RunInfo
-from grpo_core.loop.metrics import headline
+from grpo_core.loop.metrics import OF, headline
 from grpo_core.processes.secrets import inert
 from grpo_core.reporting.files import plain
 from grpo_core.reporting.stages import Now
 from grpo_core.reporting.stored import as_json
 from grpo_core.storage.run_directory import metrics_rows, planned_steps, validations
-from grpo_core.validation.results import as_line, score
+from grpo_core.validation.results import as_line, number_of_prompts, score
 
 View = Literal["live", "lines", "quiet", "json"]
 _AS_JSON = (

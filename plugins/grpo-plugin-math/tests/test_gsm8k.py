@@ -102,7 +102,7 @@ def test_a_row_of_a_source_without_a_result_is_an_error(answer):
 
 @pytest.mark.parametrize("answer", ["72", 72, "6 * 12 #### 72"])
 def test_a_row_of_a_source_may_hold_only_the_result(answer):
-    assert GSM8K().from_source(grpo.Prompt(messages="How many?", answer=answer)).answer == "72"
+    assert GSM8K().prompt({"prompt": ASKED, "answer": answer}).answer == "72"
 
 
 def test_a_majority_of_replies_that_reason_differently_has_one_answer():
