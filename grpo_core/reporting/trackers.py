@@ -404,13 +404,14 @@ def _as_saved(state: Any) -> Any:
 
 def _texts(event: events.Event) -> dict[str, Any]:
     """Return the texts of an event without secrets; an error that quotes a whole batch is shortened."""
-    found = {}
+    found: dict[str, Any] = {}
     for each in fields(type(event)):
         value = getattr(event, each.name)
-        if isinstance(value, str | Fault):
+        if isinstance(value, Fault):
             found[each.name] = masked(value)
-        if isinstance(value, str) and each.name in ("error", "message"):
-            found[each.name] = shortened(found[each.name])
+        elif isinstance(value, str):
+            text = masked(value)
+            found[each.name] = shortened(text) if each.name in ("error", "message") else text
     return found
 
 
