@@ -296,7 +296,10 @@ def a_run(path, *, ready=0, settings=(), run=None):
         finish = await checkpoint.begin(
             directory.checkpoints,
             step=0,
-            pipeline={**checkpoint.cut(buffer, stream), "run": run or identity(config)},
+            pipeline={
+                **checkpoint.cut(buffer, stream),
+                "run": run or identity(config, Path(config.model.path)),
+            },
             loaders={task: loader.state_dict() for task, loader in loaders.items()},
             save_trainer=save_trainer,
             keep=1,
@@ -486,7 +489,7 @@ def test_another_version_and_an_edited_file_are_noted(here):
     a_run(
         here / "run",
         settings=[f"tasks.sort.env={file}:Words"],
-        run={**identity(config), "grpo_core": "0.0.9"},
+        run={**identity(config, Path(config.model.path)), "grpo_core": "0.0.9"},
     )
     (version, where) = resumed(here / "run").notes
     assert "run was written by grpo-core 0.0.9, this is " in version
