@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import random
 import subprocess
 import sys
 import zipfile
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from grpo_core import ModelError
 from grpo_core.kit import ModelFiles, Renderer
@@ -165,3 +168,29 @@ def test_the_declared_dependencies_are_enough_for_the_conversion(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert ModelFiles(tmp_path / "model").tensors
+
+
+CONTROL = ("<|im_end|>", "<|im_start|>", "<|endoftext|>", "<repo_name>")
+
+
+def of_other_names(directory):
+    """Return the tokenizer with other names of its control tokens, in its chat template as well."""
+    text, template = (
+        (directory / "tokenizer.json").read_text(),
+        (directory / "chat_template.jinja").read_text(),
+    )
+    for number, name in enumerate(CONTROL):
+        text = text.replace(json.dumps(name), f'"[control {number}]"')
+        template = template.replace(name, f"[control {number}]")
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(text), chat_template=template)
+
+
+@pytest.mark.slow
+def test_the_real_tokenizer_encodes_what_texts_spell_as_one_with_other_control_tokens():
+    directory, rng = source.cached(), random.Random(0)
+    renderer, oracle = Renderer.load(str(directory)), of_other_names(directory)
+    for _ in range(300):
+        parts = rng.choices([*CONTROL, " ", "\n", "what", "12", "<|im_", "end|>", "é"], k=6)
+        messages = [{"role": "user", "content": "".join(parts)}]
+        text = oracle.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        assert renderer.prompt_ids(messages) == tuple(oracle.encode(text, add_special_tokens=False))
