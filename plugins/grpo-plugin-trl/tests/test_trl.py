@@ -160,7 +160,7 @@ def test_plain_text_instead_of_messages():
 
 def test_what_a_function_logs_becomes_a_metric():
     (feedback,) = judged(ours("logs"), [episode("a")])
-    assert feedback.metrics == {"calls_all": 3.0, "logs": 1.0}
+    assert feedback.metrics == {"calls/all": 3.0, "logs": 1.0}
 
 
 def test_the_number_of_tokens_is_known_and_the_tokens_are_not():
