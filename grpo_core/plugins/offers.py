@@ -19,6 +19,7 @@ from grpo_core.contracts.errors import (
     ConfigError,
     PluginError,
     SelectionError,
+    describe,
     did_you_mean,
     fault_of,
     plugin_errors,
@@ -83,7 +84,7 @@ class Plugin:
         """The fault in one line, or an empty string."""
         if self.fault is None:
             return ""
-        return " ".join(with_place(self.fault).split())
+        return " ".join(describe(self.fault).split())
 
     def __str__(self) -> str:
         return f"plugin {self.name!r} ({f'{self.distribution} {self.version}'.strip()})"
