@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import tarfile
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 N = 400
-FACTORIES: dict[str, Callable[[Path], Any]] = {}
+FACTORIES: dict[str, Callable[[str], Any]] = {}
 OPTIONS: dict[str, Mapping[str, Any]] = {}
 """``data_options`` of a loader, by name."""
 
@@ -27,10 +28,14 @@ def rows(n: int = N) -> list[dict[str, Any]]:
     return [row(i) for i in range(n)]
 
 
-def loader(function: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    """Add a factory, which may write files into the directory that it gets."""
-    FACTORIES[function.__name__] = function
-    return function
+def loader(function: Callable[[Path], Any]) -> Callable[[str], Any]:
+    """Return the factory of a dataloader; the function may write files into the directory that it gets."""
+
+    def made(split: str) -> Any:
+        return function(Path(os.environ["ANY_LOADERS"])) if split == "train" else None
+
+    FACTORIES[function.__name__] = made
+    return made
 
 
 # ---------------------------------------------------------------------------------- datasets

@@ -27,9 +27,8 @@ REFUSED = {
     "pyarrow_batches",
     "sqlite_cursor",
     "stateful_of_an_iterable_with_two_workers",
+    "stateful_shuffled_without_generator",
     "torch_loader",
-    "webdataset",
-    "webdataset_shuffled",
 }
 """Loaders without a position, or with rows that come twice; the others are exact."""
 QUICK = {

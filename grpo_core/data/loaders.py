@@ -586,6 +586,7 @@ class IndexedLoader(LookAhead):
         super().__init__(task, name, options or RowOptions(), **waiting)
         self.without = set(without)
         self._rows, self._seed, self.at_hand = rows, seed, at_hand
+        self._number = len(rows)  # read once: rows may be used on their thread alone
         self.read_rows: Any = None
         """All rows, if they have been read before the run."""
         self._read_until = 0
@@ -597,7 +598,7 @@ class IndexedLoader(LookAhead):
 
     def __len__(self) -> int:
         """Number of rows in an epoch."""
-        return len(self._rows)
+        return self._number
 
     @property
     def size(self) -> int | None:
