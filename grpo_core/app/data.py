@@ -268,8 +268,9 @@ async def open_loader(
         raise PluginError(f"{who}: it has no rows; expected at least one")
     waiting |= {"seed": seed, "name": name, "options": options}
     if not is_at_hand(rows):
-        indexed = partial(IndexedLoader, task, rows, at_hand=False, **waiting)
-        return await called(who, thread, indexed, deadline)  # type: ignore[no-any-return]
+        indexed = IndexedLoader(task, rows, at_hand=False, **waiting)
+        await called(who, thread, indexed.__len__, deadline)  # rows may be used on their thread alone
+        return indexed
     converts = convert is not None and await convert([]) is not None
     read = ReadRows(rows, RowReader(task, who, options), converts=converts)
     await asyncio.to_thread(read.open)

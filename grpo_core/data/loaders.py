@@ -586,7 +586,7 @@ class IndexedLoader(LookAhead):
         super().__init__(task, name, options or RowOptions(), **waiting)
         self.without = set(without)
         self._rows, self._seed, self.at_hand = rows, seed, at_hand
-        self._number = len(rows)  # read once: rows may be used on their thread alone
+        self._number: int | None = None
         self.read_rows: Any = None
         """All rows, if they have been read before the run."""
         self._read_until = 0
@@ -597,7 +597,9 @@ class IndexedLoader(LookAhead):
         """Rows of a checkpoint that are still to be compared."""
 
     def __len__(self) -> int:
-        """Number of rows in an epoch."""
+        """Number of rows in an epoch; first used on the thread of the rows."""
+        if self._number is None:
+            self._number = len(self._rows)
         return self._number
 
     @property
