@@ -14,18 +14,21 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from any_loaders import FACTORIES, OPTIONS
+from any_loaders import OPTIONS
 
-from grpo_core.app.data import open_loader
-from grpo_core.config import RowOptions
+from grpo_core.app.data import TaskData
+from grpo_core.config import TaskConfig
 from grpo_core.contracts.errors import GrpoError
 from grpo_core.contracts.records import Group, Prompt, Rollout, SampleRequest, Slot
+from grpo_core.data.loaders import IndexedLoader
 from grpo_core.data.samplers import Mix, PromptStream
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
+from grpo_core.plugins.host import PluginHost
 
 PER_STEP = 16
 PHASES = ("drawn", "trained", "saving", "saved")
@@ -33,22 +36,32 @@ EVERY = 2
 """Steps between checkpoints."""
 
 
+class NoEnvironment:
+    """An environment without prompts, which does not convert rows."""
+
+    async def prompts(self, split: str) -> list[Prompt]:
+        return []
+
+    async def convert(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt] | None:
+        return None
+
+
 async def draw(name: str, folder: Path, steps: int, kill: tuple[int, str]) -> None:
     def end_at(step: int, phase: str) -> None:
         if kill == (step, phase):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    own = folder / "data"
-    own.mkdir(exist_ok=True)
-    loader = await open_loader(
-        "t", name, lambda split: FACTORIES[name](own), RowOptions(**OPTIONS.get(name, {}))
-    )
+    task = TaskConfig(env="none", data=f"./any_loaders.py:{name}", data_options=dict(OPTIONS.get(name, {})))
+    found = checkpoint.newest(folder / "checkpoints")
+    data = TaskData.of("t", task, PluginHost.discover(), NoEnvironment(), tries=found is None)
+    at_hand = await data.prompts("train", PER_STEP)
+    loader = IndexedLoader("t", at_hand, seed=0) if data.loader is None else data.loader
     loader.slots = 2 * PER_STEP
     buffer: Buffer[Prompt, Group] = Buffer(
         prompts_per_step=PER_STEP, max_staleness=1, num_steps=steps, policy="in_order"
     )
     stream = PromptStream(sampler=Mix(), loaders={"t": loader}, name="mix")
-    if (found := checkpoint.newest(folder / "checkpoints")) is not None:
+    if found is not None:
         checkpoint.restore(found.directory, buffer, {"t": loader}, stream)
     in_use: dict[int, list[Slot[Prompt]]] = {}
     changed = asyncio.Event()
@@ -95,7 +108,7 @@ async def draw(name: str, folder: Path, steps: int, kill: tuple[int, str]) -> No
             end_at(step, "saving")
             await finish()
         end_at(step, "saved")
-    loader.close()
+    data.close()
 
 
 def note(folder: Path, step: int, groups: Sequence[Group]) -> None:
@@ -115,6 +128,7 @@ async def _nothing(directory: Path) -> Callable[[], Awaitable[None]]:
 
 if __name__ == "__main__":
     loader, folder, steps, *at = sys.argv[1:]
+    os.environ["ANY_LOADERS"] = folder
     when = (int(at[0]), at[1]) if at else (-1, "")
     try:
         asyncio.run(draw(loader, Path(folder), int(steps), when))

@@ -15,23 +15,23 @@ import sys
 from pathlib import Path
 
 import pytest
-from any_loaders import FACTORIES, N
+from any_loaders import FACTORIES
 from drawing import PER_STEP, PHASES
+from indexed_rows import N
 
 TESTS = Path(__file__).parent
 STEPS = 2 * N // PER_STEP + 2
 REFUSED = {
     "duckdb_batches",
     "generator",
+    "own_state_that_is_wrong",
     "polars_iterator",
     "pyarrow_batches",
     "sqlite_cursor",
-    "stateful_of_an_iterable_with_two_workers",
+    "stateful_shuffled_without_generator",
     "torch_loader",
-    "webdataset",
-    "webdataset_shuffled",
 }
-"""Loaders without a position, or with rows that come twice; the others are exact."""
+"""Loaders without a position, with a wrong one, or with rows that come twice; the others are exact."""
 QUICK = {
     "datasets_iterable",
     "generator",

@@ -264,11 +264,13 @@ async def open_loader(
     if not is_sized(rows):
         again = partial(make, "train")
         return StreamLoader(task, name, again, options, first=rows, without=without, **waiting)
-    if not len(rows):
+    if not await called(who, thread, lambda: len(rows), deadline):
         raise PluginError(f"{who}: it has no rows; expected at least one")
     waiting |= {"seed": seed, "name": name, "options": options}
     if not is_at_hand(rows):
-        return IndexedLoader(task, rows, at_hand=False, **waiting)
+        indexed = IndexedLoader(task, rows, at_hand=False, **waiting)
+        await called(who, thread, indexed.__len__, deadline)  # rows may be used on their thread alone
+        return indexed
     converts = convert is not None and await convert([]) is not None
     read = ReadRows(rows, RowReader(task, who, options), converts=converts)
     await asyncio.to_thread(read.open)
@@ -315,9 +317,9 @@ async def open_held_out(
             prompts = await converted([raw[nth] for nth in chosen], reader, places, convert)
             return SomePrompts(prompts, digests, len(read))
         if is_sized(rows):
-            places = some(len(rows), first, key)
+            known = await called(who, thread, lambda: len(rows), deadline)
+            places = some(known, first, key)
             found = await called(who, thread, lambda: [rows[place] for place in places], deadline)
-            known = len(rows)
         else:
             found = await called(who, thread, lambda: list(islice(rows, first)), deadline)
             places, known = range(len(found)), 0 if len(found) == first else len(found)

@@ -586,6 +586,7 @@ class IndexedLoader(LookAhead):
         super().__init__(task, name, options or RowOptions(), **waiting)
         self.without = set(without)
         self._rows, self._seed, self.at_hand = rows, seed, at_hand
+        self._number: int | None = None
         self.read_rows: Any = None
         """All rows, if they have been read before the run."""
         self._read_until = 0
@@ -596,8 +597,10 @@ class IndexedLoader(LookAhead):
         """Rows of a checkpoint that are still to be compared."""
 
     def __len__(self) -> int:
-        """Number of rows in an epoch."""
-        return len(self._rows)
+        """Number of rows in an epoch; first used on the thread of the rows."""
+        if self._number is None:
+            self._number = len(self._rows)
+        return self._number
 
     @property
     def size(self) -> int | None:

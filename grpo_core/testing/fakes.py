@@ -57,7 +57,7 @@ class MemoryLoader(IndexedLoader):
         return found
 
     def skip(self, prompt: Prompt, reason: str) -> None:
-        self.given = [each for each in self.given if each is not prompt]
+        self.given.remove(prompt)
 
     def copy(self) -> MemoryLoader:
         """Return a copy that continues independently from here."""
