@@ -57,7 +57,8 @@ class MemoryLoader(IndexedLoader):
         return found
 
     def skip(self, prompt: Prompt, reason: str) -> None:
-        self.given.remove(prompt)
+        last = max(place for place, each in enumerate(self.given) if each is prompt)
+        del self.given[last]
 
     def copy(self) -> MemoryLoader:
         """Return a copy that continues independently from here."""
