@@ -102,7 +102,7 @@ class Environment:
         """
         raise NotImplementedError(f"{type(self).__name__} does not define prompts(split)")
 
-    def prompt(self, row: Mapping[str, Any]) -> Prompt | Awaitable[Prompt]:
+    def prompt(self, row: Mapping[str, Any]) -> Prompt:
         """Return the prompt of a row of any dataloader.
 
         By default the row's three named fields are the prompt, and its other columns ``info``.  ``row`` has

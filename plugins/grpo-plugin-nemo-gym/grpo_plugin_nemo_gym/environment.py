@@ -106,7 +106,9 @@ class NeMoGym(grpo.Environment):
                 raise grpo.ConfigError(f"{split} row {number}: {error}") from error
         return prompts
 
-    async def prompt(self, row: Mapping[str, Any]) -> grpo.Prompt:
+    async def prompt(  # type: ignore[override]
+        self, row: Mapping[str, Any]
+    ) -> grpo.Prompt:
         """Keep a row of NeMo Gym, or convert any other row to one."""
         named = ("prompt", "answer", "id")
         given = {name: value for name, value in row.items() if name not in named and value is not None}

@@ -122,7 +122,9 @@ class OpenEnv(grpo.Environment):
             for reset, said in zip(resets, asyncio.run(self._begun(resets)), strict=True)
         ]
 
-    async def prompt(self, row: Mapping[str, Any]) -> grpo.Prompt:
+    async def prompt(  # type: ignore[override]
+        self, row: Mapping[str, Any]
+    ) -> grpo.Prompt:
         """Use the row's columns as arguments of ``reset``, and append its observation to the prompt."""
         named = ("prompt", "answer", "id")
         columns = {name: value for name, value in row.items() if name not in named and value is not None}
