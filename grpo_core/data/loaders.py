@@ -93,7 +93,8 @@ class Thread:
 
 def _as_exception(error: BaseException) -> Exception:
     """Return an error that a future can hold."""
-    return error if isinstance(error, Exception) else PluginError(f"{type(error).__name__}: {error}")
+    fits = isinstance(error, Exception) and not isinstance(error, StopIteration)
+    return error if fits else PluginError(f"{type(error).__name__}: {error}")  # type: ignore[return-value]
 
 
 @frozen
