@@ -67,14 +67,7 @@ class FilesTracker(Tracker):
         self._events = _appending(run.directory / "events.jsonl")
         cut = -1 if run.resumed_from is None else run.resumed_from
         measured = cut if run.measured is None else run.measured
-        config = run.directory / CONFIG
-        self._record(
-            "Opened",
-            step=cut,
-            measured=measured,
-            config=digest(config.read_bytes()) if config.is_file() else "",
-            version=__version__,
-        )
+        self._record("Opened", step=cut, measured=measured, config=self._config(), version=__version__)
         RunDirectory(run.directory).forget_after(cut, measured)
         self._metrics = _appending(run.directory / "metrics.jsonl")
         self._timeline = _appending(run.directory / "timeline.jsonl")
@@ -96,6 +89,8 @@ class FilesTracker(Tracker):
             case events.ValidationPlayed():
                 self._write_rollouts(VALIDATION, event.version, event.groups)
                 return
+            case events.RunStarted():  # the start has completed the configuration
+                more = {"config_file": self._config()}
             case events.Saved():
                 more = {"manifest": manifest_digest(Path(event.directory))}
             case _:
@@ -158,6 +153,11 @@ class FilesTracker(Tracker):
         kept = sorted({step for step in steps.values() if step is not None} | {new})[-self._keep :]
         old = [(step, name) for name, step in steps.items() if step is not None and step < kept[0]]
         return [f"{folder}/{name}" for _, name in sorted(old)]
+
+    def _config(self) -> str:
+        """Return the digest of the configuration's file."""
+        path = self._directory / CONFIG
+        return digest(path.read_bytes()) if path.is_file() else ""
 
     def _record(self, name: str, **values: Any) -> None:
         """Write a line of events.jsonl about the files themselves."""

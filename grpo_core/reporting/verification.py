@@ -85,6 +85,7 @@ class _Known(TypedDict):
     step: NotRequired[int]
     measured: NotRequired[int]
     manifest: NotRequired[str]
+    config_file: NotRequired[str]
 
 
 @define
@@ -113,6 +114,8 @@ class Files:
     _saving: int | None = None
     """Step of a checkpoint that may be complete without an event, because its process was killed."""
     _config: str | None = None
+    _starting: bool = False
+    """Whether the newest process has not begun to train: it may still complete the configuration."""
     _written: bool = True
     """Whether the newest line of metrics.jsonl is written: another event followed."""
 
@@ -124,9 +127,10 @@ class Files:
             self._metrics[-1].optional |= not self._written
         match name:
             case "Opened":
-                self._config = event["config"]
+                self._config, self._starting = event["config"], True
                 self._forget(event["step"], event["measured"])
             case "RunStarted":
+                self._config, self._starting = event["config_file"], False
                 if event["manifest"]:  # saved by a process that was killed before the event
                     self._saved(event["step"], event["manifest"])
             case "Recorded":
@@ -194,7 +198,7 @@ class Files:
             yield f"{EVENTS} does not record the configuration of the run"
         elif not path.is_file():
             yield f"{CONFIG} is missing"
-        elif digest(path.read_bytes()) != self._config:
+        elif digest(path.read_bytes()) != self._config and not self._starting:
             yield f"{CONFIG} is not the one that the run was started with"
 
     def _compare_metrics(self) -> Iterator[str]:
