@@ -129,7 +129,7 @@ def test_a_model_that_does_not_exist_starts_nothing(here, chosen):
     ("arguments", "hint"),
     [
         (["--engine", "vllm"], "there is no engine 'vllm': pip install 'grpo-core[vllm]'"),
-        (["--engine", "vllm:http"], "there is no engine 'vllm:http': pip install 'grpo-core[vllm]'"),
+        (["--engine", "vllm:http"], "there is no engine 'vllm:http': pip install grpo-plugin-vllm"),
         (["--model", "smollm2"], "there is no model 'smollm2': pip install grpo-plugin-smollm2"),
         (["--env", "math:sort"], "there is no environment 'math:sort': pip install grpo-plugin-math"),
         (["--ray"], "there is no placement 'ray': pip install 'grpo-core[ray]'"),

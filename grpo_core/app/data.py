@@ -265,7 +265,7 @@ async def open_loader(
         again = partial(make, "train")
         return StreamLoader(task, name, again, options, first=rows, without=without, **waiting)
     if not await called(who, thread, lambda: len(rows), deadline):
-        raise PluginError(f"{who}: it has no rows; expected at least one")
+        raise ConfigError(f"{who} is empty: it has no rows; expected at least one")
     waiting |= {"seed": seed, "name": name, "options": options}
     if not is_at_hand(rows):
         indexed = IndexedLoader(task, rows, at_hand=False, **waiting)

@@ -17,7 +17,9 @@ from grpo_core.data.workers import prepare_workers
 from grpo_core.text.messages import MessageError, prompt_messages
 from grpo_core.text.messages import readable as readable_prompt
 
-PROMPT_FIELDS = ("prompt", "messages", "question")
+GUESSED = "question"
+"""Field of the prompt in data sets of questions and answers."""
+PROMPT_FIELDS = ("prompt", "messages", GUESSED)
 """Fields that may hold the prompt, in order of preference, if the configuration names no field."""
 FORMS = (
     "a sequence, a torch Dataset, a torchdata StatefulDataLoader or torchdata.nodes pipeline, or an iterable "
@@ -101,7 +103,10 @@ class RowReader:
         return Prompt(messages=messages, answer=fields["answer"], id=id, environment=self.task, info=info)
 
     def check_named(self, rows: Sequence[Any]) -> None:
-        """Raise ConfigError if a field that the options name is in none of these rows."""
+        """Raise ConfigError if a field that the options name is in none of these rows.
+
+        A field that is named by nobody is guessed for the prompt only if the answer is there as well.
+        """
         tables = [row for row in rows if isinstance(row, Mapping)]
         usual, columns = RowOptions(), dict.fromkeys(str(name) for row in tables for name in row)
         for key in NAMED:
@@ -111,6 +116,12 @@ class RowReader:
                     f"{self.who}: no row has {name!r}, which data_options.{key} names; columns: "
                     f"{', '.join(columns)}"
                 )
+        guessed = not self.options.prompt and self._prompt_field(columns) == GUESSED
+        if guessed and not self.options.answer_template and self.options.answer not in columns:
+            raise ConfigError(
+                f"{self.who}: no row has {self.options.answer!r}; columns: {', '.join(columns)}. Name them, "
+                f'as in data_options = {{ prompt = "{GUESSED}", answer = "{list(columns)[-1]}" }}'
+            )
 
     def _columns(self, row: Any, place: int) -> Mapping[str, Any]:
         if isinstance(row, Mapping):

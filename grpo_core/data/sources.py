@@ -122,6 +122,8 @@ class ReadRows(Sequence[Prompt]):
                 f"{self._reader.who}: no row has a value in {name!r}, which data_options.{unseen[0]} names; "
                 f"columns: {', '.join(columns_of(self._rows[0]))}"
             )
+        if self.without_answer == len(self.places):
+            self._reader.check_named([self._rows[0]])
         self.fingerprint = hashed.hexdigest()[:16]
 
     def _check_id(self, id: str, place: int, ids: set[int], kept: Sequence[int]) -> None:

@@ -121,7 +121,7 @@ REFUSED = {
     "59 validate a wrong directory": Mistake(
         [GRPO, "validate", "runs"], ("runs is neither a run", "nor a model")
     ),
-    "60 report of nothing": Mistake([GRPO, "report"], ("RUNS", "runs/"), lines=12),
+    "60 report of nothing": Mistake([GRPO, "report"], ("runs/",), lines=12),
 }
 
 STARTED = {
@@ -266,7 +266,7 @@ def here(tmp_path):
     tables = ("broken", "columns", "empty", "missing", "noanswers", "random")
     files = {
         "rewards.py": REWARDS,
-        "bad.toml": "[trainer",
+        "bad.toml": "[trainer\nlr = 1\n",
         "wrong_type.toml": '[trainer]\nlr = "high"\n[tasks.sort]\nenv = "math:sort"\n',
         "broken.jsonl": '{"prompt": "1+1=", "answer": "2"}\n{"prompt" "1+2="}\n',
         "columns.jsonl": '{"question": "1+1=", "solution": "2"}\n' * 2,
