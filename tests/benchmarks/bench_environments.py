@@ -19,10 +19,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from grpo_core.config import EnvironmentConfig, SourceConfig
+from grpo_core.app.sourced import SourcedProcess
+from grpo_core.config import EnvironmentConfig, TaskConfig
 from grpo_core.contracts.records import Episode, Prompt
 from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.environments.sourced import SourcedProcess
 from grpo_plugin_math.exercises import sort
 from grpo_plugin_math.gsm8k import GSM8K
 
@@ -85,11 +85,11 @@ async def measure() -> None:
         path = Path(scratch) / "rows.jsonl"
         path.write_text("\n".join(map(json.dumps, rows(2000))))
         cases = [
-            ("math-verify", GSM8K(), "math:gsm8k", SourceConfig(path=str(path)), reply),
-            ("string comparison", sort(), "math:sort", SourceConfig(), lambda prompt, _: str(prompt.answer)),
+            ("math-verify", GSM8K(), "math:gsm8k", str(path), reply),
+            ("string comparison", sort(), "math:sort", "", lambda prompt, _: str(prompt.answer)),
         ]
-        for name, here, spec, source, say in cases:
-            there = SourcedProcess("bench", spec, {}, source=source)
+        for name, here, spec, data, say in cases:
+            there = SourcedProcess("bench", spec, {}, data=TaskConfig(env=spec, data=data))
             try:
                 ratio, direct, child = await compared(here, there, say)
             finally:

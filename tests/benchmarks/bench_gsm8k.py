@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from grpo_core.config import EnvironmentConfig, SourceConfig
+from grpo_core.app.sourced import SourcedProcess
+from grpo_core.config import EnvironmentConfig, TaskConfig
 from grpo_core.contracts.records import Episode, Feedback, Prompt
 from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.environments.sourced import SourcedProcess
 
 BATCH = 64
 SLOWEST = 10.0
@@ -53,9 +53,10 @@ async def judged(
 
 
 async def measure(directory: Path) -> None:
-    source = SourceConfig(path=str(directory / "train.jsonl"), validation_path=str(directory / "test.jsonl"))
+    files = [str(directory / name) for name in ("train.jsonl", "test.jsonl")]
+    data = TaskConfig(env="math:gsm8k", data=files[0], validation_data=files[1])
     config = EnvironmentConfig(deadline=120.0)
-    process = SourcedProcess("gsm8k", "math:gsm8k", {}, config=config, source=source)
+    process = SourcedProcess("gsm8k", "math:gsm8k", {}, config=config, data=data)
     try:
         prompts = [*await process.prompts("train"), *await process.prompts("validation")]
         solutions = [str(prompt.info["solution"]) for prompt in prompts]

@@ -86,9 +86,11 @@ def open_one(path: str) -> None:
     import numpy as np  # noqa: F401  what a run has loaded before
 
     from grpo_core.app.first_look import leaks
-    from grpo_core.config import SourceConfig, ValidationConfig
+    from grpo_core.config import RowOptions, ValidationConfig
     from grpo_core.contracts.records import Prompt
-    from grpo_core.data.sources import Source
+    from grpo_core.data.files import read
+    from grpo_core.data.rows import RowReader
+    from grpo_core.data.sources import ReadRows
     from grpo_core.validation.sets import HeldOut
 
     if not path.endswith(".jsonl"):
@@ -97,7 +99,8 @@ def open_one(path: str) -> None:
 
     begin, computing = time.perf_counter(), time.process_time()
     with Peak() as peak:
-        source = Source("sums", path, SourceConfig())
+        rows = read(path, "", "train", who="data")
+        source = ReadRows(rows, RowReader("sums", path, RowOptions()))
         source.open()
         opened, computed = time.perf_counter() - begin, time.process_time() - computing
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -278,7 +278,8 @@ def try_out(second, first=None, audit=None):
         (
             Column(),
             None,
-            r"cannot judge prompt '0' of task 'double': KeyError: 'twice'.* columns .* are: none",
+            r"cannot judge prompt '0' of task 'double': \S+\.py:\d+ in \S+: KeyError: 'twice'"
+            r".* columns .* are: none",
         ),
         (Undeclared(), None, "declares no success; set audit.success"),
         (Double(), Undeclared(), "task 'double' declares no success; set tasks.double.success"),
