@@ -8,6 +8,7 @@ import numpy as np
 from attrs import evolve, fields
 from hypothesis import strategies as st
 
+from grpo_core.contracts.errors import Fault
 from grpo_core.contracts.records import Group, Prompt, Rollout, Row, Segment
 from grpo_core.contracts.tokens import Tokens
 
@@ -43,6 +44,7 @@ BY_TYPE = {
     "tuple[int, ...]": st.lists(st.integers(0, 9), max_size=3).map(tuple),
     "tuple[float, ...]": st.lists(numbers, max_size=3).map(tuple),
     "tuple[Message, ...]": messages,
+    "Fault | None": st.none() | st.builds(Fault, *[st.text(max_size=5)] * 4),
 }
 """Values of the fields of records, by their annotation; a field of another type needs an entry."""
 

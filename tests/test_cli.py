@@ -378,7 +378,7 @@ def test_a_task_with_training_data_only_is_told_what_to_set(here):
     only = ["--env", "./judge.py:Judge", *SMALL, "--set", "tasks.judge.data=rows.jsonl"]
     message = refused(here, "train", *only)
     assert message.startswith(
-        "grpo-core: task 'judge': it has no held-out prompts: its data 'rows.jsonl' "
+        f"grpo-core: task 'judge': it has no held-out prompts: its data {str(here / 'rows.jsonl')!r} "
         "has training prompts only, and its environment offers none. Set tasks.judge.validation_data, or "
         "validation.every=0. ("
     )

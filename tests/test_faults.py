@@ -239,7 +239,9 @@ def test_an_environment_judges_in_exactly_one_way(kind):
 @settings(max_examples=50)
 @given(strategies.episodes(sort().prompts("train")[:20]))
 def test_a_reward_of_math_sort_is_0_or_1_for_any_reply(episode):
-    assert sort().evaluate([episode])[0] in (0.0, 1.0)
+    (feedback,) = sort().evaluate([episode])
+    assert feedback.reward in (0.0, 1.0)
+    assert feedback.answer == episode.reply.strip()
 
 
 @settings(max_examples=50)

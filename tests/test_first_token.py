@@ -24,6 +24,7 @@ PATH = [
     ("loop/rollout.py", "_Turns._reply"),
     ("loop/rollout.py", "_Turns._complete"),
     ("loop/rollout.py", "_Turns._generate"),
+    ("loop/rollout.py", "_Turns._generate_together"),
 ]
 """Each function calls the next one; the last one asks the engine by ``completed``, which players share."""
 BUILT = [

@@ -7,6 +7,7 @@ import json
 import re
 
 import pytest
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 from test_cli import events, grpo, metrics, refused
@@ -16,7 +17,7 @@ from grpo_core.contracts.errors import EngineError, PluginError, describe
 from grpo_core.contracts.protocols import Environment
 from grpo_core.contracts.records import Episode, Feedback, Prompt
 from grpo_core.contracts.unicode import DEEPEST, lone_surrogate, well_formed
-from grpo_core.demo.demonstrations import demonstrations
+from grpo_core.demo.demonstrations import LONGEST, demonstrations
 from grpo_core.demo.tiny import write_tokenizer
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.environments.host import EnvironmentHost
@@ -262,8 +263,8 @@ def test_a_prompt_with_a_surrogate_is_refused_with_its_task_and_id(project):
         project, "train", "--env", "./odd.py:Words", *SMALL, "--output", "run2",
         "--set", "tasks.words.data=rows.jsonl",
     )  # fmt: skip
-    source = str(project / "rows.jsonl")
-    assert f"task 'words': source {source!r}, row 3: prompt 'r2' has a text with the lone" in message
+    path = str(project / "rows.jsonl")
+    assert f"task 'words': dataloader {path!r}, row 3: prompt 'r2' has a text with the lone" in message
 
 
 # ---------------------------------------------------------------------------------- repeated tags
@@ -351,7 +352,7 @@ def test_a_held_out_prompt_that_fits_no_model_costs_only_its_own_rollouts(monkey
         return rollouts
 
     monkeypatch.setattr(Context, "rollout", seen_too)
-    environment = FakeEnvironment(right)
+    environment = FakeEnvironment(lambda episode: evolve(right(episode), answer=episode.reply))
     environment.needs_group = needs_group
     results = validated(strategy, environment, engine=Bounded(100, reply=echo), retries=1)["task"]
     assert results["prompts"] == 8
@@ -404,6 +405,6 @@ def test_a_solution_that_is_longer_than_the_tiny_model_is_not_a_demonstration():
         async def solve(self, prompts):
             return [prompt.answer for prompt in prompts]
 
-    shown = [Prompt(messages="x" * n, answer="y", id=str(n)) for n in (254, 255)]
+    shown = [Prompt(messages="x" * n, answer="y", id=str(n)) for n in (LONGEST - 2, LONGEST - 1)]
     found = asyncio.run(demonstrations({"task": Solved()}, {"task": shown}))
-    assert found == (("x" * 254, "y"),), "254 characters, one more, and the end"
+    assert [text for text, _ in found] == ["x" * (LONGEST - 2)], "with the solution and its end it is LONGEST"

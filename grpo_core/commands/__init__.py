@@ -13,7 +13,7 @@ def grpo_commands() -> Mapping[str, Command]:
         "train": Command("grpo_core.commands.running:train", help="Train a model with asynchronous GRPO."),
         "validate": Command(
             "grpo_core.commands.running:validate",
-            help="Validate a model, or the newest checkpoint of a run, on held-out prompts.",
+            help="Validate a model, or a checkpoint of a run, on held-out prompts.",
         ),
         "export": Command(
             "grpo_core.commands.export:export",

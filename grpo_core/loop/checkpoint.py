@@ -59,7 +59,11 @@ _MANIFEST = "manifest.json"
 _PARTIAL = ".partial"
 _ARRAYS = "pipeline.safetensors"
 _TRACKERS = "trackers.json"
-_ROLLOUT = tuple(each.name for each in attrs.fields(Rollout) if each.name != "segments")
+_ROLLOUT = tuple(
+    each.name
+    for each in attrs.fields(Rollout)
+    if each.name not in ("segments", "fault")  # a group that waits to be trained has no error
+)
 _STAMPS = ("id", "generation_version", "target_version", "attempts")
 _NAME = re.compile(rf"step-(\d{{6,}})({re.escape(REPLACED)})?")
 

@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -595,6 +596,7 @@ class SimulatedEnvironment:
     """
 
     success = 1.0
+    combine: Mapping[str, str] = MappingProxyType({})
     slots = "none"
 
     def __init__(
@@ -611,6 +613,7 @@ class SimulatedEnvironment:
         endpoint: SimulatedEndpoint | None = None,
     ) -> None:
         self.task, self.max_turns, self.needs_group = task, max_turns, needs_group
+        self.combine: dict[str, str] = {}
         self._dice, self._truth, self._tell, self._poisoned = dice, truth, tell, poisoned
         self._group_size = group_size
         self.player = endpoint
