@@ -40,7 +40,7 @@ class Rollout:
 class NeMoGym(grpo.Environment):
     """Rows, tools and rewards of a resources server of NeMo Gym.
 
-    Rows come from the server's files ``data/*.jsonl`` or from the task's ``source``.  A server with
+    Rows come from the server's files ``data/*.jsonl`` or from the task's data.  A server with
     ``/verify`` judges finished rollouts; one with ``/reset`` and ``/step`` answers each completion.  After an
     outage a rollout is unscored; it never counts as a reward of 0.
 
@@ -48,7 +48,7 @@ class NeMoGym(grpo.Environment):
         url: address of the server, such as ``http://127.0.0.1:8000``.
         path: file of rows for training, as in the server's directory ``data``.
         validation_path: file of rows for validation; without it a tenth of ``path`` is held out.
-        answer: field of a row that receives a prompt's answer, for rows of a ``source``.
+        answer: field of a row that receives a prompt's answer, for rows of the task's data.
         max_turns: largest number of completions of a rollout.
         reasoning_ends: text that ends reasoning; the text before it becomes a reasoning item of the response.
             Empty sends replies unchanged.

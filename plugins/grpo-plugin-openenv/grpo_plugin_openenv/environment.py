@@ -49,7 +49,7 @@ class OpenEnv(grpo.Environment):
     """An environment whose rollouts are sessions of an OpenEnv server.
 
     A rollout starts with ``reset``, each reply is a ``step``, and the rewards of the steps are added.  A
-    prompt is a seed and shows the observation of ``reset(seed=...)``.  With a ``source``, a prompt is a row,
+    prompt is a seed and shows the observation of ``reset(seed=...)``.  With the data of a task, a prompt is a row,
     whose columns are the arguments of ``reset``.
 
     Args:
