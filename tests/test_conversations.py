@@ -291,7 +291,7 @@ def test_a_list_of_rewards_keeps_what_each_feedback_has():
     assert found == grpo.Feedback(
         reward=0.6, metrics={"judged": 0.5, "length": 3.0, "short": 1.0}, answer="b", train=False, state="s"
     )
-    environment = environment_of(added([judged, short]), "both", {})
+    environment = environment_of(added([judged, short]), "both")
     assert environment.combine == {"judged": "sum", "short": "sum"}
 
 

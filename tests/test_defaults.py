@@ -31,6 +31,7 @@ def read(printed):
         "model.path=tiny",
         "model.path=somewhere/else",
         "tasks.sort={ env = 'math:sort', options = { length = 3, 'odd name' = 'x' } }",
+        "tasks.sort={ env = 'math:sort', data = 'r.csv', data_options = { answer = 'a', delimiter = ';' } }",
         "optimizer.groups.heads={ parameters = ['*head*'], lr = 1e-6 }",
         "tracking.report.every=3",
         'validation.engine={ name = "vllm", env_vars = { A = "\\"quoted\\"" } }',

@@ -24,7 +24,6 @@ PATH = [
     ("loop/rollout.py", "_Turns._reply"),
     ("loop/rollout.py", "_Turns._complete"),
     ("loop/rollout.py", "_Turns._generate"),
-    ("loop/rollout.py", "_Turns._generate_together"),
 ]
 """Each function calls the next one; the last one asks the engine by ``completed``, which players share."""
 BUILT = [

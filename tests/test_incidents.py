@@ -233,8 +233,15 @@ def late():
 
 
 def lost_by_the_engine():
-    fault = first_time(EngineError("engine: its process died"))
-    return FakeEngine(fault=lambda request: fault(request.group)), None
+    first = set()
+    """The seeds of the first attempt: a request is made once more, alone, before its rollout is lost."""
+
+    def fault(request):
+        if request.group == "0" and len(first) < 4:
+            first.add(request.seed)
+        return EngineError("engine: its process died") if request.seed in first else None
+
+    return FakeEngine(fault=fault), None
 
 
 def without(**feedback):

@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -169,7 +170,8 @@ def test_an_error_of_a_class_that_only_they_have_costs_one_reward_and_not_the_pr
         return first, second, process.starts
 
     first, second, starts = run(abroad, story, python=str(bare))
-    assert (first.reward, first.error) == (None, "TheirError: of theirs")
+    assert (first.reward, first.fault.kind, first.fault.message) == (None, "TheirError", "of theirs")
+    assert re.fullmatch(r"abroad\.py:\d+ in one: TheirError: of theirs", first.error)
     assert (second.reward, starts) == (1.0, 1)
 
 
@@ -308,8 +310,9 @@ def test_an_environment_plays_in_every_version_of_python(tmp_path, monkeypatch, 
             [evolve(episode, session=name) for name in names for episode in replied("x")]
         )
         assert [each.answer for each in judged] == [f"{name} (3, {version[0]})" for name in names], judged
-        failed = await process.evaluate(replied("raise"))
-        assert (failed[0].reward, failed[0].error) == (None, "ValueError: of theirs")
+        (failed,) = await process.evaluate(replied("raise"))
+        assert (failed.reward, failed.fault.kind, failed.fault.message) == (None, "ValueError", "of theirs")
+        assert re.fullmatch(r"game\.py:\d+ in evaluate: ValueError: of theirs", failed.error)
         await process.close(["a"])
         return process.starts
 

@@ -527,7 +527,7 @@ def test_a_placement_that_breaks_a_clause_is_found(placement, told):
 @pytest.mark.long
 def test_the_command_checks_parts_by_name_and_shows_what_is_broken(tmp_path, capsys):
     assert make_app()(["check", "memory"], result_action="return_value") == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "6 passed, 0 failed"
+    assert capsys.readouterr().out.splitlines()[-1] == "7 passed, 0 failed"
     file = tmp_path / "mine.py"
     file.write_text(
         "import torch\n\n"

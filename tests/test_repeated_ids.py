@@ -75,6 +75,33 @@ def test_an_id_that_repeats_among_the_prompts_in_use_is_refused_with_both_places
         assert "rows 10 and 13, of one epoch, have the id 'id9'" in str(raised.value)
 
 
+@pytest.mark.parametrize("n", [3, 20])
+@pytest.mark.parametrize("kind", ["stream", "indexed"])
+def test_rows_that_a_resumed_run_reads_again_are_no_repeats(kind, n):
+    """A run looks at the first rows before it continues behind its checkpoint, which may be one of them."""
+    ids = [f"id{i}" for i in range(n)]
+
+    def made():
+        rows = [{"prompt": "?", "id": id} for id in ids]
+        loader = stream(ids) if kind == "stream" else IndexedLoader("t", rows, seed=0, at_hand=False)
+        loader.slots = 20
+        return loader
+
+    async def story():
+        first, resumed = made(), made()
+        await first.first(4)
+        first.take(1)
+        await resumed.first(4)
+        resumed.load_state_dict(first.state_dict())
+        await resumed.first(8)
+        taken = [prompt.id for prompt in resumed.take(8)]
+        first.close()
+        resumed.close()
+        return taken
+
+    assert asyncio.run(story()) == drawn(made(), 12)[1:9]
+
+
 def test_repeats_are_allowed_where_they_are_meant():
     assert drawn(stream(["a", "a", "b", "b"], repeats=True), 8) == ["a", "a", "b", "b"] * 2
 

@@ -465,8 +465,8 @@ def test_rows_are_asked_for_at_the_same_time_where_the_hook_is_async(file, hooks
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Raises", "prompt of row '0' raised KeyError: 'nothing'"),
-        ("RaisesLater", "prompt of row '0' raised KeyError: 'nothing'"),
+        ("Raises", "prompt of row '0' raised hooks.py:15 in prompt: KeyError: 'nothing'"),
+        ("RaisesLater", "prompt of row '0' raised hooks.py:35 in prompt: KeyError: 'nothing'"),
         ("Forgets", "prompt of row '0' is NoneType, expected grpo_core.Prompt"),
         ("Hides", "prompt: a prompt cannot be sent to the trainer's process; put plain data"),
     ],

@@ -188,7 +188,9 @@ def read_back(groups, folder):
 @settings(deadline=None)
 @given(st.lists(any_groups(), max_size=3))
 def test_every_field_of_a_group_survives_its_file(tmp_path_factory, groups):
-    assert read_back(groups, tmp_path_factory.mktemp("any")) == groups
+    found = read_back(groups, tmp_path_factory.mktemp("any"))
+    assert found == groups
+    assert {each.fault for group in found for each in group.rollouts} <= {None}, "error says what it does"
 
 
 def test_the_rewards_tokens_and_states_of_turns_are_read_back(tmp_path):

@@ -1169,9 +1169,9 @@ def test_a_trainer_that_shares_its_gpu_gives_free_memory_back_before_the_engine_
 
 @pytest.mark.parametrize(
     ("engines", "sent"),
-    [(["bfloat16"], "bfloat16"), (["bfloat16", "bfloat16"], "bfloat16"), (["bfloat16", "auto"], "float32")],
+    [(["bfloat16"], "bfloat16"), (["bfloat16", "auto"], "bfloat16"), (["auto", "bfloat16"], "float32")],
 )
-def test_a_run_sends_weights_as_its_engines_hold_them(
+def test_a_run_sends_weights_as_its_engine_of_training_holds_them(
     model: str, tmp_path: Path, engines: list[str], sent: str
 ) -> None:
     engine, *more = (EngineConfig(options={"dtype": dtype}) for dtype in engines)

@@ -14,7 +14,7 @@ import tomli_w
 
 from grpo_core import config as configuration
 from grpo_core.app.launch import configure
-from grpo_core.config import Config, parse_settings
+from grpo_core.config import Config, RowOptions, parse_settings
 from grpo_core.config.meanings import meanings
 from grpo_core.config.sections import PluginSection, keys_of
 from grpo_core.contracts.errors import ConfigError, did_you_mean
@@ -94,6 +94,8 @@ def _table(
         own = None if value is None else getattr(value, field.name)
         if path in NAMED:
             inner.append(_named(*NAMED[path], texts.get(field.name, ""), own or {}))
+        elif field.name == "data_options":
+            inner.append(_row_options(path, texts.get(field.name, ""), own or {}))
         elif (table := _table_of(field.type)) is not None:
             inner.append(_table(path, table, own, meaning=texts.get(field.name, ""), added=added))
         else:
@@ -120,6 +122,18 @@ def _named(where: str, kind: type | None, meaning: str, given: Mapping[str, Any]
         yield from _comment(meaning)
         yield _set(f"[{table}]", value)
         yield from (f"{_name(key)} = {_inline(each)}" for key, each in (value or {}).items())
+
+
+def _row_options(table: str, meaning: str, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys of ``data_options`` that the core reads, and the dataloader's options that are set."""
+    texts = meanings(RowOptions)
+    yield from _comment(meaning)
+    yield _set(f"[{table}]", given or None)
+    for field in attrs.fields(RowOptions):
+        yield from _comment(texts.get(field.name, ""))
+        value = given.get(field.name)
+        yield _set(f"{field.name} = {_inline(field.default if value is None else value)}", value)
+    yield from (f"{_name(key)} = {_inline(each)}" for key, each in given.items() if key not in texts)
 
 
 def _key(field: attrs.Attribute[Any], table: Any, meaning: str) -> Iterator[str]:

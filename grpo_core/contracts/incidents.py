@@ -62,6 +62,7 @@ WORDS: Mapping[str, str] = {
     "skipped": "skipped prompt{s}",
     "agent_option": "unused option{s} of agents",
     "passed_over": "unusable checkpoint{s}",
+    "control_in_text": "text{s} with a control token",
     "textless": "token{s} without text",
     "not_removed": "checkpoint{s} that could not be removed",
     "unavailable": "unavailable service{s}",

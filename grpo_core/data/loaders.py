@@ -304,6 +304,7 @@ class LookAhead:
 
     def _check_id(self, prompt: Prompt, row: Any, number: int, place: int) -> None:
         """Raise PluginError if an id repeats among the prompts in use; warn about others."""
+        epoch = self.epoch_of(number)
         if self.options.repeats:
             return
         id, hint = prompt.id, ""
@@ -315,7 +316,7 @@ class LookAhead:
                 "by torch.utils.data.get_worker_info(), or set num_workers to 0."
             )
         near = self._wanted + self.slots
-        if warning := self._ids.add(id, self.epoch_of(number), number, near=near, hint=hint):
+        if warning := self._ids.add(id, epoch, number, near=near, hint=hint):
             self.warn(f"repeated_ids/{self.task}", warning)
 
     async def _converted(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt] | None:
@@ -419,6 +420,7 @@ class LookAhead:
             slot: Prompt(**given, environment=self.task) for slot, given in state["unfinished"].items()
         }
         self._ahead.clear()
+        self._ids = Ids(self.who)  # rows that were read before are read again
         self._restore(state["position"])
 
     def _position(self) -> Any:
@@ -515,8 +517,12 @@ class StreamLoader(LookAhead):
             self._stream.restore(resume)
             return Part(rows=[], since=[], behind=resume)
         rows, mark = resumed(self._stream, resume, progress=self._progress_of_counting), resume.mark
-        since: list[Fingerprint] = [fingerprint(row, self.without) for row in rows]
-        ahead = [(number, number, row) for number, row in enumerate(rows, mark.row) if number >= self.rows]
+        since: list[Fingerprint] = [fingerprint(row, self.without) for row, _ in rows]
+        ahead = list[tuple[int, int, Any]]()
+        for number, (row, epoch) in enumerate(rows, mark.row):
+            if number >= self.rows:
+                ahead.append((number, number, row))
+                self._epochs[number] = epoch
         return Part(rows=self._fields(ahead), since=since, marks=[mark], again=True)
 
     def kept(self, part: Part) -> None:

@@ -163,15 +163,15 @@ class Saved:
     def of(cls, state: Mapping[str, Any]) -> Saved:
         return cls(Mark(**state["mark"]), list(state["since"]), set(state["without"]))
 
-    def proved(self, stream: Stream) -> tuple[list[Any], Difference | None]:
-        """Read the rows since the mark again; return them, and the first difference."""
-        rows = [stream.next() for _ in self.since]
-        found = [fingerprint(row, self.without) for row in rows]
+    def proved(self, stream: Stream) -> tuple[list[tuple[Any, int]], Difference | None]:
+        """Read the rows since the mark again; return them with their epochs, and the first difference."""
+        rows = [(stream.next(), stream.epoch) for _ in self.since]
+        found = [fingerprint(row, self.without) for row, _ in rows]
         return rows, difference(self.since, found, self.mark.row)
 
 
-def resumed(stream: Stream, saved: Saved, *, progress: Callable[[int, int], None]) -> list[Any]:
-    """Continue a stream behind the rows of a checkpoint; return the rows since its mark.
+def resumed(stream: Stream, saved: Saved, *, progress: Callable[[int, int], None]) -> list[tuple[Any, int]]:
+    """Continue a stream behind the rows of a checkpoint; return the rows since its mark, with their epochs.
 
     The stream's own state comes first, then the number of rows of the epoch, then the number of all rows.
 

@@ -209,22 +209,16 @@ class _Turns:
 
     async def _generate(self, states: Sequence[RolloutState]) -> None:
         """Add one completion to each; a request that fails ends its own rollout, or its compared group."""
+        renderer = self._renderer
+        requests = [state.generation_request(renderer.stop_token_ids) for state in states]
         try:
-            await self._generate_together(states)
+            with during("engine", "generate"):
+                completions = await completed(self._engine, requests, renderer)
         except EngineError:
             if len(states) == 1 or self._environment.needs_group:
                 raise
             await _together([self._generate_alone(state) for state in states])
-
-    async def _generate_alone(self, state: RolloutState) -> None:
-        with _giving_up([state]):
-            await self._generate_together([state])
-
-    async def _generate_together(self, states: Sequence[RolloutState]) -> None:
-        renderer = self._renderer
-        requests = [state.generation_request(renderer.stop_token_ids) for state in states]
-        with during("engine", "generate"):
-            completions = await completed(self._engine, requests, renderer)
+            return
 
         def read() -> list[Message]:
             replies = renderer.texts(
@@ -244,6 +238,10 @@ class _Turns:
         messages = await renderer.run(read, tokens)
         for state, completion, message in zip(states, completions, messages, strict=True):
             state.take_completion(completion, message)
+
+    async def _generate_alone(self, state: RolloutState) -> None:
+        with _giving_up([state]):
+            await self._generate([state])
 
     async def _evaluate(self, states: Sequence[RolloutState]) -> None:
         feedback = await self._judged(states)

@@ -28,6 +28,7 @@ from grpo_core.contracts.events import (
 )
 from grpo_core.contracts.incidents import IncidentCounts, reported_to
 from grpo_core.contracts.records import Prompt
+from grpo_core.data.loaders import IndexedLoader
 from grpo_core.data.samplers import PromptStream
 from grpo_core.engines.wrapped import LimitedEngine
 from grpo_core.environments.pool import EnvironmentPool
@@ -44,7 +45,6 @@ from grpo_core.testing import clock
 from grpo_core.validation.sets import HeldOut
 from grpo_plugin_scale.engines.pool import EnginePool
 from simulation.learner import CLASSES, Engine, Judge, Learner, Renderer, Tables, Task, World
-from simulation.runs import Loader
 
 BEGIN = 1.8e9
 """Time at which all simulated runs begin, in seconds since 1970."""
@@ -175,7 +175,7 @@ class _Run:
         found = await first_look(config.rollout, environments, prompts, renderer, held_out)
         found |= leaks(prompts, held_out)
         warnings = [WarningRaised(step=0, cause=cause, message=text) for cause, text in found.items()]
-        loaders = {name: Loader(name, own, seed=config.seed) for name, own in prompts.items()}
+        loaders = {name: IndexedLoader(name, own, seed=config.seed) for name, own in prompts.items()}
         parts = Parts(config, _host())
         stream = PromptStream(sampler=parts.sampler(), loaders=loaders, name=config.sampler.name)
         engine = self._engine(tables)

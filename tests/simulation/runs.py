@@ -167,7 +167,7 @@ class _Prompts(list[Prompt]):
     """As every life finds them: what the loader compares is computed once."""
 
     @functools.cached_property
-    def hash_of(self) -> str:
+    def fingerprint(self) -> str:
         return hash_of(list(self))
 
 

@@ -67,6 +67,9 @@ class DataloaderContract(Contract):
         self._prompts: list[Prompt] = []
         self._read = ""
 
+    def __exit__(self, *raised: Any) -> None:
+        self._runner.close()
+
     def its_rows_are_prompts(self) -> None:
         with self._started() as dataloader:
             self._prompts = self._next(dataloader, READ)

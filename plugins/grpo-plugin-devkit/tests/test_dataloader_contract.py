@@ -57,9 +57,9 @@ def test_a_stream_with_its_own_state_keeps_the_contract():
 
 
 def test_it_says_how_many_rows_were_read():
-    contract = DataloaderContract(Numbers)
-    contract.its_rows_are_prompts()
-    assert "rows were read for 24 prompts" in contract.what_it_read()
+    with DataloaderContract(Numbers) as contract:
+        contract.its_rows_are_prompts()
+        assert "rows were read for 24 prompts" in contract.what_it_read()
 
 
 @pytest.mark.parametrize(
