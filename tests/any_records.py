@@ -9,7 +9,6 @@ from attrs import evolve, fields
 from hypothesis import strategies as st
 
 from grpo_core.contracts.errors import Fault
-from grpo_core.contracts.errors import Fault
 from grpo_core.contracts.records import Group, Prompt, Rollout, Row, Segment
 from grpo_core.contracts.tokens import Tokens
 

@@ -120,7 +120,7 @@ def claimed(printed: Printed) -> dict[str, float]:
 
 def test_the_printed_trainings_are_found():
     shown = {(name_of(each.source), str(each)) for each in PRINTED}
-    assert ("README.md", "grpo-core train --env math:sort") in shown
+    assert ("docs/first-run.md", "grpo-core train --env math:sort --output runs/sort") in shown
     assert ("README.md", "grpo-core train --env ./examples/shout.py:Shout") in shown
     assert ("examples/train.py", "python examples/train.py") in shown
     assert ("examples/calculator.toml", "grpo-core train examples/calculator.toml") in shown

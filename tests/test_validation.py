@@ -301,20 +301,24 @@ class FailingEngine(FakeEngine):
         return await super().generate(requests)
 
 
-@pytest.mark.parametrize("mode", ["batched", "pipelined"])
-def test_rollouts_lost_by_the_engine_are_played_again(mode):
+@pytest.mark.parametrize(("mode", "asks", "calls"), [("batched", 2, 1), ("pipelined", 1, 10)])
+def test_rollouts_lost_by_the_engine_are_played_again(mode, asks, calls):
+    """Where several are sampled together, each is asked for once more alone before it is lost."""
     fine = validated(Greedy(mode=mode), FakeEnvironment(right))
     incidents = []
     with reported_to(incidents.append):
-        again = validated(Greedy(mode=mode), FakeEnvironment(right), engine=FailingEngine(2), retries=2)
+        again = validated(
+            Greedy(mode=mode), FakeEnvironment(right), engine=FailingEngine(2 * asks), retries=2
+        )
     assert again == fine
     assert {(one.kind, one.component) for one in incidents} == {("rollouts_lost", "validation")}
-    assert len(incidents) == {"batched": 2, "pipelined": 2 * 10}[mode], "one for each attempt that was lost"
+    assert len(incidents) == 2 * calls, "one for each attempt that was lost"
     assert "of its rollouts are played again; the first, of task 'task': its process" in incidents[0].message
     with pytest.raises(PluginError, match="its process died"):
-        validated(Greedy(mode=mode), FakeEnvironment(right), engine=FailingEngine(3), retries=2)
+        validated(Greedy(mode=mode), FakeEnvironment(right), engine=FailingEngine(3 * asks), retries=2)
     often = FEEDBACK_RETRIES + 2
-    later = validated(Greedy(mode=mode), FakeEnvironment(right), engine=FailingEngine(often), retries=often)
+    engine = FailingEngine(often * asks)
+    later = validated(Greedy(mode=mode), FakeEnvironment(right), engine=engine, retries=often)
     assert later == fine, "the engine's failures are not counted as the environment's"
 
 

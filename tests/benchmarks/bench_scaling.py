@@ -271,7 +271,7 @@ class Ranks(FakeTrainer):
 class Silent(FakeRenderer):
     """Texts are decoded by ``decoding_seconds``: here they would be joined by Python."""
 
-    def texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
+    def texts(self, rows: Sequence[Sequence[int]], before: Sequence[Sequence[int]] = ()) -> list[str]:
         return ["a"] * len(rows)
 
 

@@ -178,13 +178,16 @@ class Renderer:
     def message(self, text: str, **_: Any) -> Message:
         return {"role": "assistant", "content": text}
 
-    def texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
+    def texts(self, rows: Sequence[Sequence[int]], before: Sequence[Sequence[int]] = ()) -> list[str]:
         return ["".join(chr(97 + token) for token in row if token) for row in rows]
 
     def length(self, text: str) -> int:
         return len(text)
 
     def unstopped_end(self, stop: Sequence[str], *, call: bool = False) -> str:
+        return ""
+
+    def missing_start(self) -> str:
         return ""
 
     def written(self, said: Message, tools: Sequence[Any] = ()) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -49,8 +49,8 @@ class OpenEnv(grpo.Environment):
     """An environment whose rollouts are sessions of an OpenEnv server.
 
     A rollout starts with ``reset``, each reply is a ``step``, and the rewards of the steps are added.  A
-    prompt is a seed and shows the observation of ``reset(seed=...)``.  With the data of a task, a prompt is a row,
-    whose columns are the arguments of ``reset``.
+    prompt is a seed and shows the observation of ``reset(seed=...)``.  With the data of a task, a prompt is a
+    row, whose columns are the arguments of ``reset``.
 
     Args:
         url: address of the server, such as ``http://127.0.0.1:8000``.
