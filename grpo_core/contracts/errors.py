@@ -29,6 +29,7 @@ An error that stands for an exception of an author's code carries it as a ``Faul
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -234,6 +235,8 @@ def fault_of(error: BaseException, mask: Callable[[str], str] = str) -> Fault:
 
 
 _CORE, _PYTHON = __file__.rpartition("contracts/")[0], reprlib.__file__.rpartition("/")[0] + "/"
+_COMPREHENSION = re.compile(r"(\.<locals>)?\.<(list|dict|set)comp>|(\.<locals>)?\.<genexpr>")
+"""Frames of Python 3.11 within the function that an author wrote."""
 _CODE = ("<stdin>", "<string>", "<ipython")
 """Names of code without a file that an author wrote."""
 
@@ -261,7 +264,8 @@ def _place(error: BaseException) -> str:
     for library, frame, line in reversed(frames):
         if library == author:
             file = frame.f_code.co_filename.rpartition("/")[2]
-            return f"{file}:{line} in {frame.f_code.co_name}"
+            name = _COMPREHENSION.sub("", frame.f_code.co_qualname).rpartition(".")[2]
+            return f"{file}:{line} in {name}"
     return ""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import io
 import itertools
 import math
 import pickle
@@ -38,6 +39,7 @@ from grpo_core.environments.calls import Begun, Calls, Steps
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.environments.outages import unavailable
 from grpo_core.environments.tools import Toolbox, message, tools_of
+from grpo_core.plugins.files import FILE_PREFIX
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
 from grpo_core.processes import bootstrap
@@ -577,9 +579,21 @@ def _used(sessions: Sequence[OpenSession]) -> Iterator[None]:
                 session.idle.set()
 
 
+class _DataPickler(pickle.Pickler):
+    """Pickles no object of a class of a single file: reading it would run the file elsewhere."""
+
+    def reducer_override(self, value: Any) -> Any:
+        kind = value if isinstance(value, type) else type(value)
+        if kind.__module__.startswith(FILE_PREFIX):
+            raise pickle.PicklingError(f"{kind.__name__} is a class of a single file")
+        return NotImplemented
+
+
 def _pickled(prompts: Sequence[Prompt], where: str) -> bytes:
+    found = io.BytesIO()
     try:
-        return pickle.dumps(prompts, protocol=pickle.HIGHEST_PROTOCOL)
+        _DataPickler(found, protocol=pickle.HIGHEST_PROTOCOL).dump(prompts)
+        return found.getvalue()
     except Exception as error:
         raise PluginError(f"{where}: {UNREADABLE}: {describe(error)}") from error
 

@@ -256,9 +256,9 @@ def test_what_the_server_refuses_for_now_is_asked_again(tmp_path):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (status(401, "bad key"), "answered 401: .*bad key.*check the key"),
-        (status(404, "no such model"), "answered 404: .*no such model.*engine.options.model"),
-        (status(400, "no field seed"), "answered 400: .*no field seed.*engine.options.leave_out"),
+        (status(401, "bad key"), "status 401: .*bad key.*check the key"),
+        (status(404, "no such model"), "status 404: .*no such model.*engine.options.model"),
+        (status(400, "no field seed"), "status 400: .*no field seed.*engine.options.leave_out"),
     ],
 )
 def test_what_no_other_try_changes_ends_with_one_message(answer, message, tmp_path):
