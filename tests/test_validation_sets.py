@@ -65,7 +65,7 @@ def test_a_set_has_the_keys_of_validation_that_it_does_not_set_itself():
         ({"a": {"task": "sort", "env": "math:sort"}}, "task = 'sort' with env = 'math:sort'"),
         (
             {"a": {"task": "sort", "success": 1.0}},
-            "env_options, success or source: these keys belong to `env`",
+            "env_options, success or data: these keys belong to `env`",
         ),
         ({"a/b": {"task": "sort"}}, "'validation.sets': the name 'a/b' of a set must be 1 to 64 letters"),
         (

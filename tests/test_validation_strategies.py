@@ -299,7 +299,7 @@ def test_strategies_request_rollouts_by_their_options():
         (PassAtK(k=2), (2, 1.0, None, "batched")),
         (Majority(n=2, mode="pipelined"), (2, 1.0, None, "pipelined")),
     ]:
-        context = Given([[1.0] * strategy.n])
+        context = Given([[1.0] * strategy.n], answers=[["7"] * strategy.n])
         asyncio.run(strategy.validate(context))
         assert context.asked == asked
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from grpo_core.contracts.errors import PluginError
 from grpo_core.contracts.records import Rollout
+from grpo_core.environments.feedback import NO_REWARD
 
 WINDOW = 200
 """Number of recent calls for the error rate."""
@@ -70,8 +71,11 @@ class ErrorBudget:
         self._failed.append(failed is not None)
         self._streak = 0 if failed is None else self._streak + 1
         if self._first is not None and failed is not None and (rule := self._broken_rule()):
-            said = f"task {self._task!r}: {rule}. The first of them: {self._first.error}"
-            raise PluginError(said).carrying(self._first.fault)
+            fault = self._first.fault
+            said = f"{rule}. The first of them: {self._first.error}"
+            if all(self._failed) and fault is not None and fault.kind == NO_REWARD:
+                said = f"{fault.message} for every reply; is a `return` missing?"
+            raise PluginError(f"task {self._task!r}: {said}").carrying(fault)
 
     def _broken_rule(self) -> str:
         """Return the rule that the last failure broke, or ""."""

@@ -34,7 +34,7 @@ def noret(reply):
 
 
 def nparr(reply):
-    return np.array([1.0])
+    return np.array([1.0, 0.0])
 
 
 def npf(reply):
