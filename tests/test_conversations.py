@@ -117,7 +117,7 @@ def test_answer_train_and_states_are_of_all_turns():
 @pytest.mark.parametrize("odd", [0, 1, 2])
 @pytest.mark.parametrize("rule", ["mean", "sum", "max"])
 def test_a_metric_that_one_turn_cannot_give_has_no_value(odd, rule):
-    """What is left would pass for the whole."""
+    """A part that is left would pass for the whole."""
     turns = [
         grpo.Feedback(reward=0.0, **({"left_out": {"m": "nan"}} if i == odd else {"metrics": {"m": 1.0}}))
         for i in range(3)

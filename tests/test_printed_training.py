@@ -96,7 +96,7 @@ SOURCES = {name_of(each.source): each.source for each in PRINTED if not why_not(
 
 
 def claimed(printed: Printed) -> dict[str, float]:
-    """What the page says that the run's validation reaches, by task."""
+    """Return the accuracy that the page says the run's validation reaches, by task."""
     if printed.source.suffix != ".md":
         return {}
     lines = sorted({each.line for each in PRINTED if each.source == printed.source})

@@ -1,4 +1,4 @@
-"""What an environment or agent reads is what was sampled: what a reply adds to the text of its prompt."""
+"""An environment or agent reads what was sampled: what a reply adds to the text of its prompt."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from grpo_core.validation.estimates import mean_with_interval
 
 
 def validation(step, values):
-    """What the metrics of a run have of a validation: a value for each prompt."""
+    """Return the metrics of a validation, as in a run: a value for each prompt."""
     measured = mean_with_interval("reward", values, seed=step)
     named = {f"validation/words/{name}": value for name, value in measured.items()}
     return step, {**named, "validation/words/prompts": float(len(values))}

@@ -747,7 +747,7 @@ class IndexedLoader(LookAhead):
 
     @functools.cached_property
     def _source(self) -> dict[str, Any]:
-        """What determines the rows.  Answers are left out, so that they can be corrected."""
+        """Values that determine the rows; answers may be corrected, so they are left out."""
         kind = type(self._rows)
         lazy = "" if self.at_hand else f"{kind.__module__}.{kind.__qualname__}"
         return {

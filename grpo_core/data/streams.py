@@ -31,7 +31,7 @@ class Mark:
     of_epoch: int
     """Number of rows of the epoch before it."""
     own: Any = None
-    """What ``state_dict`` returned; None before the first row, and for streams whose rows are counted."""
+    """The state itself; None before the first row, and for streams whose rows are counted."""
 
 
 class Stream:

@@ -40,12 +40,12 @@ class Reading:
     """The state behind the rows."""
     after: Sequence[Fingerprint]
     lost: str
-    """What its state is known to lack."""
+    """Rows or numbers that its state is known to lack, for a message."""
 
 
 @frozen
 class Tried:
-    """What a trial has shown."""
+    """The result of a trial."""
 
     rows: int
     without: frozenset[str]

@@ -28,7 +28,7 @@ class Validation:
     step: int
     value: float
     variance: float
-    """Of the mean over the prompts."""
+    """Variance of the mean over the prompts."""
     prompts: float
 
 

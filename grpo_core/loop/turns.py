@@ -114,7 +114,7 @@ class RolloutState:
     context: int = 0
     reward: float | None = None
     metrics: dict[str, list[float]] = field(factory=dict)
-    """What the turns gave, by name."""
+    """Values that the turns gave, by name."""
     left_out: dict[str, str] = field(factory=dict)
     answer: str | None = None
     turns: int = 0

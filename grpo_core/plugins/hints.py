@@ -57,7 +57,7 @@ KEYS: Mapping[str, str] = {
     "trainer.ranks": "grpo-plugin-scale",
     "trainer.weights": "grpo-plugin-scale",
 }
-"""What to install for configuration keys and tables outside of the core."""
+"""The distributions to install for configuration keys and tables outside of the core."""
 
 COMMANDS: Mapping[str, str] = {
     command: f"grpo-plugin-{plugin}"

@@ -93,7 +93,7 @@ class _Replay:
     """Rewards of the turns; the environment may end the rollout before the last one."""
     turn_states: list[str] = field(init=False)
     metrics: dict[str, list[float]] = field(factory=dict)
-    """What the turns gave, by name."""
+    """Values that the turns gave, by name."""
     left_out: Collection[str] = ()
     """Metrics that are not finite numbers in a turn."""
     answer: str | None = None

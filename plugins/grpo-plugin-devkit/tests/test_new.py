@@ -230,7 +230,7 @@ def test_the_wheel_of_a_new_plugin_has_the_files_that_it_reads(tmp_path):
 
 
 def found_by_check(name):
-    """What `check` says of the wheel of an installed plugin, here in a process of the test."""
+    """Return what `check` says of the wheel of an installed plugin, here in a process of the test."""
     return list(wheels.files_in_wheel(f"grpo_plugin_{name}", f"grpo-plugin-{name.replace('_', '-')}"))
 
 
