@@ -18,7 +18,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import stamina
 from aiohttp import web
 from serving import serving
 
@@ -357,10 +356,8 @@ def test_a_prompt_with_an_image_is_refused():
 
 
 @pytest.fixture
-def impatient():
-    stamina.set_testing(True, attempts=3)
-    yield
-    stamina.set_testing(False)
+def impatient(monkeypatch):
+    monkeypatch.setattr("grpo_core.processes.client.FIRST_PAUSE", 0.01)
 
 
 @pytest.mark.usefixtures("impatient")

@@ -12,7 +12,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import stamina
 from aiohttp import web
 from serving import serving
 
@@ -104,10 +103,8 @@ def observation(text, reward, done=False):
 
 
 @pytest.fixture
-def impatient():
-    stamina.set_testing(True, attempts=3)
-    yield
-    stamina.set_testing(False)
+def impatient(monkeypatch):
+    monkeypatch.setattr("grpo_core.processes.client.FIRST_PAUSE", 0.01)
 
 
 @contextlib.contextmanager
