@@ -15,6 +15,14 @@ from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.kit import layout, read_weights
 
 
+def write_down(log: str, weights: Weights, held: str) -> None:
+    """Add a line to the log of an engine; ``held`` is its dtype, or "auto"."""
+    dtype = getattr(torch, weights.tensors[0].dtype if held == "auto" else held)
+    sums = {name: layout.checksum(each.to(dtype)) for name, each in read_weights(weights).items()}
+    with Path(log).open("a") as file:
+        file.write(json.dumps({"version": weights.version, "sums": sums, "dtype": str(dtype)}) + "\n")
+
+
 class Recorded(LocalEngine):
     """The engine ``local``, with a log.
 
@@ -25,14 +33,11 @@ class Recorded(LocalEngine):
 
     def __init__(self, setup: EngineSetup, *, log: str, dtype: str = "auto") -> None:
         super().__init__(setup, dtype=dtype)
-        self.log, self.held = Path(log), dtype
+        self.log, self.held = log, dtype
 
     async def update_weights(self, weights: Weights) -> None:
         await super().update_weights(weights)
-        dtype = getattr(torch, weights.tensors[0].dtype if self.held == "auto" else self.held)
-        sums = {name: layout.checksum(each.to(dtype)) for name, each in read_weights(weights).items()}
-        with self.log.open("a") as log:
-            log.write(json.dumps({"version": weights.version, "sums": sums, "dtype": str(dtype)}) + "\n")
+        write_down(self.log, weights, self.held)
 
 
 class Varied(Environment):

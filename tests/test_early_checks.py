@@ -183,7 +183,7 @@ NO_RESULTS = {
     "def evaluate(self, episodes): return [1.0, 0.0, 1.0]": "evaluate returned 3 results for 1 episodes",
     "def evaluate(self, episodes): return ['good']": "'good'",
     "def evaluate(self, episodes): return [re.match('a', each.reply) for each in episodes]": (
-        "env.py:4 in <listcomp>: NameError: name 're' is not defined"
+        "env.py:4 in evaluate: NameError: name 're' is not defined"
     ),
     "def evaluate(self, episodes): return [float('nan')]": (
         "reply 'I do not know.': reward is nan, expected a number between -1e+300 and 1e+300"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -33,16 +34,20 @@ SHORT = {
 }
 
 
-def trained(where: Path, *, model=None, engine=None, **others) -> Run:
+def trained(where: Path, *, model=None, engine=None, name=ENGINE, **others) -> Run:
     """A short run, whose engine writes ``held.jsonl``."""
     options = {"log": str(where / "held.jsonl"), **(engine or {})}
     settings = {**SHORT, "model": {**TINY, **(model or {})}, **others}
-    return grpo_core.train(output=where / "run", engine={"name": ENGINE, "options": options}, **settings)
+    return grpo_core.train(output=where / "run", engine={"name": name, "options": options}, **settings)
 
 
 def held(where: Path) -> list[tuple[int, dict[str, int]]]:
     lines = (where / "held.jsonl").read_text().splitlines()
     return [(line["version"], line["sums"]) for line in map(json.loads, lines)]
+
+
+def reward(run: Run, step: int) -> float:
+    return next(row["reward"] for row in run.validations() if row["step"] == step)
 
 
 def of(tensors) -> dict[str, int]:
@@ -140,3 +145,47 @@ def test_adapters_are_read_as_they_were_published_and_merged_as_the_engine_added
     for name, each in run.model(2).named_parameters():
         if ".lora_" in name:
             assert torch.equal(each, adapters[name.replace(".default.", ".")].float())
+
+
+@pytest.mark.slow
+def test_ranks_write_what_they_published(tmp_path: Path) -> None:
+    """Full weights in bfloat16; a rank has a part of each tensor."""
+    run = trained(tmp_path, model={"dtype": "bfloat16"}, trainer={**SHORT["trainer"], "ranks": 2})
+    by_version = dict(held(tmp_path))
+    for step in (1, 2):
+        assert of(checkpoint_tensors(run.model(step))) == by_version[step]
+    grpo_core.validate(run, step=1)
+    assert held(tmp_path)[-1] == (1, by_version[1])
+
+
+@pytest.mark.slow
+def test_an_engine_of_validation_in_float32_measures_the_rounded_policy(tmp_path: Path) -> None:
+    """The engine of training holds bfloat16; that of validation computes with the same numbers in float32."""
+    log = str(tmp_path / "validated.jsonl")
+    wide = {"name": ENGINE, "options": {"log": log, "dtype": "float32"}}
+    run = trained(
+        tmp_path, model={"dtype": "bfloat16"}, validation={**SHORT["validation"], "every": 2, "engine": wide}
+    )
+    sums = dict(held(tmp_path))[2]
+    tensors = checkpoint_tensors(run.model(2))
+    assert of(tensors) == sums
+    widened = of({name: each.float() for name, each in tensors.items()})
+    lines = [json.loads(line) for line in Path(log).read_text().splitlines()]
+    assert (lines[-1]["version"], lines[-1]["sums"]) == (2, widened)
+    assert grpo_core.validate(run, step=2)["varied"]["reward"] == reward(run, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make install-vllm"
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_vllm_measured_is_measured_again(tmp_path: Path, dtype: str) -> None:
+    """Greedy replies of vLLM to the weights of a checkpoint are those of the run; LoRA is another test's."""
+    name = f"{HELD.with_name('held_by_vllm.py')}:Recorded"
+    run = trained(tmp_path, name=name, model={"dtype": dtype, "options": {**TINY["options"], "width": 128}})
+    by_version = dict(held(tmp_path))
+    for step in (1, 2):
+        assert of(checkpoint_tensors(run.model(step))) == by_version[step]
+        assert grpo_core.validate(run, step=step)["varied"]["reward"] == reward(run, step)
+        assert held(tmp_path)[-1] == (step, by_version[step])

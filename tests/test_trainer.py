@@ -1084,7 +1084,7 @@ def test_an_error_of_torch_in_the_trainer_is_one_line_and_its_traceback_is_in_th
         return "nothing was raised"
 
     said = asyncio.run(raised(Short(given)))
-    assert said.startswith("trainer: step() failed: RuntimeError: ")
+    assert said.startswith("trainer: step() failed: short.py:7 in step: RuntimeError: ")
     assert "allocate" in said
     assert "lower trainer.tokens_per_microbatch" in said
     assert "\n" not in said
@@ -1093,8 +1093,8 @@ def test_an_error_of_torch_in_the_trainer_is_one_line_and_its_traceback_is_in_th
     assert "in step" in log
     said = asyncio.run(raised(Breaks(given)))
     assert said == (
-        "trainer: cannot be made: ZeroDivisionError: a mistake in two lines; the traceback is in "
-        f"{tmp_path / 'trainer.log'}"
+        "trainer: cannot be made: short.py:15 in breaks: ZeroDivisionError: a mistake in two lines; the "
+        f"traceback is in {tmp_path / 'trainer.log'}"
     )
 
 

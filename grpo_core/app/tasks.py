@@ -16,7 +16,7 @@ from grpo_core.app.data import TaskData
 from grpo_core.app.parts import Parts
 from grpo_core.app.placement import Placement
 from grpo_core.config import Config, EnvironmentConfig, TaskConfig, ValidationConfig
-from grpo_core.contracts.errors import ConfigError, PluginError, SelectionError
+from grpo_core.contracts.errors import ConfigError, PluginError, SelectionError, plugin_errors
 from grpo_core.contracts.playing import Player, PlayerSetup
 from grpo_core.contracts.records import Prompt
 from grpo_core.data.loaders import LookAhead
@@ -184,7 +184,8 @@ async def _playing(
             made = make_player(host, player, setup, tasks[names[0]].player_options)
             if made is not None:
                 stack.push_async_callback(made.aclose)
-                await made.start()
+                with plugin_errors(f"player {player!r}: start()"):
+                    await made.start()
             for name in names:
                 environments[name].player = made
         yield

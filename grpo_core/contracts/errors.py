@@ -229,8 +229,9 @@ def fault_of(error: BaseException, mask: Callable[[str], str] = str) -> Fault:
 
     ``mask`` hides secrets.
     """
-    if isinstance(error, GrpoError) and error.fault is not None:
-        return error.fault
+    carried = error.fault if isinstance(error, GrpoError) else getattr(error.__cause__, "fault", None)
+    if isinstance(carried, Fault):
+        return carried
     return Fault(type(error).__name__, mask(message_of(error)), traceback_of(error, mask), _place(error))
 
 

@@ -321,7 +321,7 @@ class Child:
                 if future is None or future.done():
                     continue  # its caller was cancelled
                 if answer.error is not None:
-                    answer.error.__cause__ = RemoteTraceback(answer.traceback)
+                    answer.error.__cause__ = RemoteTraceback(answer.traceback, answer.fault)
                     future.set_exception(answer.error)
                 else:
                     future.set_result(answer.result)

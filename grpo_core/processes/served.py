@@ -47,6 +47,8 @@ class Answer:
     result: Any = None
     error: BaseException | None = None
     traceback: str = ""
+    fault: errors.Fault | None = None
+    """The error as a record; an error that is no GrpoError cannot carry it."""
 
 
 def framed(message: Call | Answer) -> bytes:
@@ -55,7 +57,11 @@ def framed(message: Call | Answer) -> bytes:
 
 
 class RemoteTraceback(Exception):  # noqa: N818
-    """The traceback of a child, shown as the cause of the error in the parent."""
+    """The traceback of a child, shown as the cause of the error in the parent; carries its fault."""
+
+    def __init__(self, text: str, fault: errors.Fault | None = None) -> None:
+        super().__init__(text)
+        self.fault = fault
 
 
 LONGEST_ERROR = 4000
@@ -110,7 +116,7 @@ class Connection:
         """Send an error; one that cannot be pickled or read is sent as a CodeError."""
         text = errors.traceback_of(error, self.mask)
         self._keep_whole(error, text)
-        as_code = errors.CodeError.of(error, self.mask)
+        as_code, fault = errors.CodeError.of(error, self.mask), errors.fault_of(error, self.mask)
         error = self.mask.error(error)
         if isinstance(error, errors.GrpoError) and len(errors.message_of(error)) > LONGEST_ERROR:
             error.args = (errors.shortened(errors.message_of(error), LONGEST_ERROR),)
@@ -119,10 +125,10 @@ class Connection:
             error = as_code
         try:
             str(error)
-            frame = framed(Answer(id, error=error, traceback=text))
+            frame = framed(Answer(id, error=error, traceback=text, fault=fault))
             pickle.loads(frame[LENGTH.size :])
         except Exception:
-            frame = framed(Answer(id, error=as_code, traceback=text))
+            frame = framed(Answer(id, error=as_code, traceback=text, fault=fault))
         self._send(frame)
 
     def _keep_whole(self, error: BaseException, sent: str) -> None:

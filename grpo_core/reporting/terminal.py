@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, Literal
+from urllib.parse import unquote
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -407,7 +408,7 @@ def _beside_reward(task: str, metrics: Mapping[str, float]) -> dict[str, str]:
     end = f"/{task}"
     names = [name.removesuffix(end) for name in metrics if name.endswith(end)]
     parts = [name.removeprefix("feedback_") for name in names if name.startswith("feedback_")][:_PARTS]
-    shown = {part: f"{metrics[f'feedback_{part}{end}']:.3g}" for part in parts}
+    shown = {unquote(part): f"{metrics[f'feedback_{part}{end}']:.3g}" for part in parts}
     right = metrics.get(f"accuracy{end}")
     known = right is None or right == metrics.get(f"reward{end}")
     return shown if known else {"accuracy": f"{right:.0%}"} | shown

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from grpo_core.config.setup import TrainerSetup
-from grpo_core.contracts.errors import ChildDied, GrpoError, TrainerError, one_line
+from grpo_core.contracts.errors import ChildDied, GrpoError, TrainerError, fault_of, one_line
 from grpo_core.contracts.protocols import Trainer
 from grpo_core.contracts.records import Batch, StepResult, Weights
 from grpo_core.processes.child import Child
@@ -127,5 +127,7 @@ def _gone(error: GrpoError) -> GrpoError:
 def _foreign(error: Exception, what: str, log: Path | None, hint: str) -> TrainerError:
     """Describe an error that grpo-core did not raise, such as a lack of memory that torch reports."""
     where = f"; the traceback is in {log}" if log is not None else ""
-    text = f"trainer: {what}: {type(error).__name__}: {one_line(error)}{where}"
-    return TrainerError(f"{text}. {hint}" if hint else text)
+    fault = fault_of(error)
+    frame = f"{fault.where}: " if fault.where else ""
+    text = f"trainer: {what}: {frame}{type(error).__name__}: {one_line(error)}{where}"
+    return TrainerError(f"{text}. {hint}" if hint else text).carrying(fault)

@@ -305,7 +305,8 @@ def test_an_observation_of_several_fields_is_shown_as_json():
     ],
 )
 def test_an_outage_is_unscored_and_never_zero(reply, told):
-    with serving(Server().app) as url, hosted(url, timeout=0.2) as host:
+    timeout = 0.2 if reply == "deaf" else 20.0
+    with serving(Server().app) as url, hosted(url, timeout=timeout) as host:
         _, feedback = played(host, "hi", reply)
     assert (feedback[-1].reward, feedback[-1].done) == (None, True)
     assert told in feedback[-1].error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 from attrs import evolve, frozen
 
@@ -251,6 +252,7 @@ def _reward_parts(task: Task) -> list[Chart | None]:
 
     def series(index: int, name: str) -> list[Series]:
         trained, measured = task.parts[name]
+        name = unquote(name)
         return [
             Series(name=name, points=trained, colour=index + index // GREY),
             Series(name=f"{name}, validation", points=measured, colour=index + index // GREY, style="dots"),
@@ -262,7 +264,7 @@ def _reward_parts(task: Task) -> list[Chart | None]:
     note = "what the environment reports besides the reward"
     return [
         chart(f"{task.name}: parts", together, low=0, high=1, note=note),
-        *(chart(f"{task.name}: {name}", series(0, name), note=note) for name in values if name not in shares),
+        *(chart(f"{task.name}: {unquote(name)}", series(0, name), note=note) for name in values if name not in shares),
     ]
 
 

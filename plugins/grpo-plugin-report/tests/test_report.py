@@ -119,8 +119,8 @@ def run_of(*tasks, steps=4):
 
 def test_a_finished_run_leaves_a_report_of_its_learning(tmp_path):
     page = Page(record(tmp_path / "a-run", run_of("sort")))
-    for told in ("a-run", "finished", "sort: validation accuracy", "12.5% →", "97.0%", "75%, 50%",
-                 "engines and trainer, of the time", "max_staleness is 1", "52341=", "54321",
+    for told in ("a-run", "finished", "sort: validation accuracy", "12.5% →", "97.0%", "engines at work", "75%",
+                 "of the time; the trainer 50%", "max_staleness is 1", "52341=", "54321",
                  "[tasks.sort]"):  # fmt: skip
         assert told in page.text, told
     assert re.search(r"tokens generated\s*8M", page.text), "a million per second, in four steps, 2 s each"
@@ -247,7 +247,7 @@ def test_intervals_and_reward_parts_are_drawn(tmp_path):
     assert html.count('class="band"') == 1, "around the validation"
     page = Page(html)
     assert "task: parts" in page.text
-    for name in ("exact", "exact, validation", "format_tags", "format_tags, validation"):
+    for name in ("exact", "exact, validation", "format/tags", "format/tags, validation"):
         assert name in page.text
     (learning,) = re.findall(r'(\{[^{}]*"validation accuracy"[^{}]*\})', html)
     assert re.search(r"\d+% \(\d+(\.\d)?% to \d+(\.\d)?%\)", learning), "the cursor reads the interval"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from statistics import fmean
+from urllib.parse import unquote
 
 from grpo_plugin_report.explain.causes import Finding, moved, percent
 from grpo_plugin_report.explain.facts import Facts, Series
@@ -95,7 +96,7 @@ def _parts(facts: Facts, task: str) -> dict[str, Series]:
     weights = facts.table("shaping.weights")
     for name, series in facts.series.items():
         part, _, its = name.removeprefix("feedback_").partition("/")
-        paid = not weights or facts.number(f"shaping.weights.{part}", 0.0) > 0
+        paid = not weights or facts.number(f"shaping.weights.{unquote(part)}", 0.0) > 0
         if name.startswith("feedback_") and its == task and len(series) >= 8 and paid:
             found[name] = series
     return found
