@@ -78,6 +78,20 @@ class RaisesOnLoad(Rows):
         raise KeyError("version")
 
 
+class RaisesOnIter(Rows):
+    """Its state is accepted, and reading fails, as where torchdata skips more rows than there are."""
+
+    restored = False
+
+    def load_state_dict(self, state):
+        self.restored = True
+
+    def __iter__(self):
+        if self.restored:
+            raise StopIteration
+        return super().__iter__()
+
+
 class OneGenerator(Rows):
     """The order of an epoch depends on those before it, and the state lacks this."""
 
@@ -95,7 +109,7 @@ class OneGenerator(Rows):
         self.at = 0
 
 
-KINDS = [Rows, StateBehind, NoState, LostBuffer, RaisesOnLoad]
+KINDS = [Rows, StateBehind, NoState, LostBuffer, RaisesOnLoad, RaisesOnIter]
 
 
 def inline(loader):
@@ -154,6 +168,18 @@ def test_a_stream_that_is_killed_anywhere_gives_the_rows_of_one_that_is_not(kind
     calm = asyncio.run(story([]))
     assert [id.partition("/")[0] + "/" for id in calm] == expected[: len(calm)]
     assert asyncio.run(story(kills)) == calm
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_counted_where_the_state_of_a_later_mark_does_not_help(kind):
+    async def story():
+        loader = stream(kind)
+        await drawn(loader, 120)
+        other = stream(kind)
+        other.load_state_dict(through_files(loader.state_dict()))
+        assert await drawn(other, 80) == await drawn(loader, 80)
+
+    asyncio.run(story())
 
 
 def test_a_state_that_breaks_after_its_epoch_is_found_where_the_epoch_ends_among_the_rows():

@@ -12,13 +12,14 @@ from typing import Any
 
 from attrs import frozen
 
-from grpo_core.contracts.errors import CheckpointError, ConfigError, PluginError, describe
+from grpo_core.contracts.errors import CheckpointError, ConfigError, PluginError, describe, plugin_errors
 from grpo_core.data.positions import Difference, Fingerprint, difference, fingerprint
 from grpo_core.data.rows import is_of
 from grpo_core.data.states import packed, unpacked
 
 EVERY = 32
 """Number of rows between two marks."""
+_END = object()
 
 
 @frozen
@@ -50,18 +51,17 @@ class Stream:
         self.row = self.epoch = self._of_epoch = 0
 
     def next(self) -> Any:
-        """Return the next row.  Raises PluginError if an epoch has none."""
+        """Return the next row.  Raises PluginError if an epoch has none, or the stream raises."""
         while True:
-            if self.given is None:
-                self.given = self._make()
-                _set_epoch(self.given, self.epoch)
-            if self._iterator is None:
-                self._iterator = iter(self.given)
-            try:
-                row = next(self._iterator)
-            except StopIteration:
-                self._end_epoch()
-                continue
+            with plugin_errors(f"{self.who}: it"):  # also StopIteration, which is the end of next() alone
+                if self.given is None:
+                    self.given = self._make()
+                    _set_epoch(self.given, self.epoch)
+                if self._iterator is None:
+                    self._iterator = iter(self.given)
+                if (row := next(self._iterator, _END)) is _END:
+                    self._end_epoch()
+                    continue
             self.row, self._of_epoch = self.row + 1, self._of_epoch + 1
             return row
 
@@ -70,7 +70,7 @@ class Stream:
             raise PluginError(
                 f"{self.who}: it ended without a row"
                 + (f" after {self.row:,} rows: it cannot be read twice" if self.row else "")
-            ) from None
+            )
         self.epoch, self._of_epoch = self.epoch + 1, 0
         once = self._iterator is self.given
         self._iterator = None
@@ -83,7 +83,9 @@ class Stream:
         """Return the state before the next row; ``counts`` if rows are counted instead."""
         own = None
         if self.row and not counts and hasattr(self.given, "state_dict"):
-            state, arrays = packed(self.given.state_dict(), f"{self.who}: state_dict()")
+            with plugin_errors(f"{self.who}: state_dict()"):
+                state = self.given.state_dict()
+            state, arrays = packed(state, f"{self.who}: state_dict()")
             own = unpacked(state, arrays)  # a copy: the stream may change what it returned
         return Mark(self.row, self.epoch, self._of_epoch, own)
 
