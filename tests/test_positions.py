@@ -16,7 +16,7 @@ from grpo_core.config import RowOptions
 from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.data.loaders import IndexedLoader, StreamLoader
 from grpo_core.data.positions import fingerprint
-from grpo_core.data.states import from_safetensors, packed, to_safetensors, unpacked
+from grpo_core.data.states import packed, unpacked
 from grpo_core.data.streams import loses_state
 from grpo_core.data.trial import compare, read
 
@@ -133,8 +133,7 @@ async def drawn(loader, n):
 
 
 def through_files(state):
-    plain, arrays = packed(state)
-    return unpacked(json.loads(json.dumps(plain)), from_safetensors(to_safetensors(arrays)))
+    return unpacked(json.loads(json.dumps(packed(state))))
 
 
 # ---------------------------------------------------------------------------------- killed anywhere

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from attrs import asdict, field, frozen
 
 from grpo_core.config import RowOptions
-from grpo_core.contracts.errors import CheckpointError, GrpoError, PluginError
+from grpo_core.contracts.errors import CheckpointError, GrpoError, PluginError, describe
 from grpo_core.contracts.records import Prompt
 from grpo_core.data.order import ShuffledOrder
 from grpo_core.data.positions import Fingerprint, difference, fingerprint
@@ -145,7 +145,8 @@ class LookAhead:
         convert: Convert | None = None,
         thread: Thread | None = None,
     ) -> None:
-        self.task, self.name, self.who = task, name, f"task {task!r}: dataloader {name!r}"
+        self.task, self.name = task, name
+        self.who = f"task {task!r}: dataloader {name!r}" if name else f"task {task!r}: its data"
         self.options, self.reader = options, RowReader(task, self.who, options)
         self.fits: Callable[[Prompt], bool] = lambda prompt: True
         """Whether a prompt is kept; the others are left out."""
@@ -421,7 +422,13 @@ class LookAhead:
         }
         self._ahead.clear()
         self._ids = Ids(self.who)  # rows that were read before are read again
-        self._restore(state["position"])
+        try:
+            self._restore(state["position"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{self.who}: its position in the checkpoint is of another kind of dataloader or version "
+                f"({describe(error)}); resume with what the run was started with, or start a new run"
+            ) from error
 
     def _position(self) -> Any:
         raise NotImplementedError
@@ -703,20 +710,8 @@ class IndexedLoader(LookAhead):
     # ------------------------------------------------------------------------------ checkpoints
 
     def state_dict(self, unfinished: Mapping[int, Prompt] = NO_PROMPTS) -> dict[str, Any]:
-        """Return the position and what determines the rows.
-
-        Prompts at hand that are unfinished are not part of it: they are found again by their ids.
-        """
-        if self.at_hand:
-            return {**self._source, "taken": self.rows}
-        return super().state_dict(unfinished)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not self.at_hand:
-            super().load_state_dict(state)
-            return
-        self._compare(state)
-        self.rows = state["taken"]
+        """Return the position; prompts at hand that are unfinished are found again by their ids."""
+        return super().state_dict(NO_PROMPTS if self.at_hand else unfinished)
 
     def _position(self) -> Any:
         return {**self._source, "since": [list(each) for each in self._proof or self._since]}

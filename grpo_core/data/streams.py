@@ -85,8 +85,7 @@ class Stream:
         if self.row and not counts and hasattr(self.given, "state_dict"):
             with plugin_errors(f"{self.who}: state_dict()"):
                 state = self.given.state_dict()
-            state, arrays = packed(state, f"{self.who}: state_dict()")
-            own = unpacked(state, arrays)  # a copy: the stream may change what it returned
+            own = unpacked(packed(state, f"{self.who}: state_dict()"))  # a copy: the stream may change what it returned
         return Mark(self.row, self.epoch, self._of_epoch, own)
 
     def restore(self, mark: Mark) -> None:
