@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import pickle
 import random
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -302,6 +304,64 @@ def test_a_stream_that_ends_and_cannot_begin_again_says_so():
 
     with pytest.raises(PluginError, match="it ended without a row after 2 rows: it cannot be read twice"):
         asyncio.run(story())
+
+
+# ---------------------------------------------------------------------------------- what is said
+
+
+class Slow(NoState):
+    """Reading a row takes some work, once ``slow`` is set."""
+
+    slow = False
+
+    def row(self, i):
+        if Slow.slow:
+            hashlib.sha256(bytes(400_000)).digest()
+        return super().row(i)
+
+
+@pytest.mark.long
+def test_progress_is_said_while_rows_are_counted_and_no_deadline_ends_it(monkeypatch):
+    monkeypatch.setattr("grpo_core.data.loaders.SAYS_EVERY", 0.0)
+    monkeypatch.setattr(Slow, "slow", False)
+
+    async def story():
+        loader = stream(lambda: Slow(3000))
+        await drawn(loader, 2000)
+        state = through_files(loader.state_dict())
+        expected, Slow.slow, said = await drawn(loader, 8), True, []
+        other = StreamLoader("t", "rows", lambda: Slow(3000), RowOptions(), deadline=0.5)
+        other.status = said.append
+        other.load_state_dict(state)
+        began = time.monotonic()
+        assert await drawn(other, 8) == expected
+        assert time.monotonic() - began > 0.5
+        other.close()
+        return said
+
+    said = asyncio.run(story())
+    assert len(said) == 1952
+    assert said[-1] == "task 't': dataloader 'rows': counting its rows: 1,951 of 1,952"
+
+
+class Same(Rows):
+    set_epoch = None
+
+    def row(self, i):
+        return {"prompt": f"{i}="}
+
+
+@pytest.mark.parametrize(("kind", "n", "times"), [(Same, 50, 1), (Rows, 50, 0), (Same, 7, 0)])
+def test_a_stream_that_repeats_its_order_is_said_once(kind, n, times):
+    async def story():
+        loader, said = stream(lambda: kind(n)), []
+        loader.warn = lambda cause, message: said.append((cause, message))
+        for _ in range(30):
+            await drawn(loader, 10)
+        return said
+
+    said = asyncio.run(story())
+    assert [cause for cause, _ in said] == ["same_order/t"] * times
 
 
 # ---------------------------------------------------------------------------------- the trial

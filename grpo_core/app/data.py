@@ -120,6 +120,7 @@ class TaskData:
             loader.close()
             tried = await self._try(choice, loader.thread)
             loader = await opening(without=tried.without)
+        loader.warn = self.notes.__setitem__
         self._at_hand = loader.read_rows if isinstance(loader, IndexedLoader) else None
         if not (isinstance(loader, IndexedLoader) and loader.at_hand):
             self.loader = loader

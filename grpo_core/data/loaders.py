@@ -25,7 +25,7 @@ from grpo_core.contracts.errors import CheckpointError, GrpoError, PluginError, 
 from grpo_core.contracts.records import Prompt
 from grpo_core.data.order import ShuffledOrder
 from grpo_core.data.positions import Fingerprint, difference, fingerprint
-from grpo_core.data.repeats import Ids
+from grpo_core.data.repeats import Beginnings, Ids
 from grpo_core.data.rows import RowReader, plain, raised, readable
 from grpo_core.data.sources import RawRows
 from grpo_core.data.states import packed
@@ -41,6 +41,8 @@ RECENT = 65_536
 """Number of prompts whose places are remembered, and whose ids are compared."""
 PART = 0.5
 """Seconds after which rows that were read become prompts, although more are wanted."""
+SAYS_EVERY = 5.0
+"""Seconds between two reports of rows that are counted."""
 PROVED = 32
 """Number of rows by index that a resumed run reads again."""
 
@@ -170,6 +172,8 @@ class LookAhead:
         """Largest number of prompts that are in use at once."""
         self.warn: Callable[[str, str], None] = lambda cause, message: None
         """Called with the cause and the text of a warning."""
+        self.status: Callable[[str], None] = lambda message: None
+        """Called with what the loader is doing, where that takes long."""
         self._ids = Ids(self.who)
         self._named = False
         """Whether the named fields have been found in the first rows."""
@@ -184,6 +188,7 @@ class LookAhead:
             "_changed": None,
             "_convert": None,
             "warn": None,
+            "status": None,
         }
         return {**self.__dict__, **dropped, "fits": None, "_ahead": deque()}
 
@@ -191,12 +196,17 @@ class LookAhead:
         self.__dict__ |= state
         self.thread = Thread(self.who)
         self.fits, self._changed = lambda prompt: True, lambda: None
-        self.warn = lambda cause, message: None
+        self.warn, self.status = lambda cause, message: None, lambda message: None
 
     @property
     def size(self) -> int | None:
         """Number of rows of an epoch; None if it is unknown."""
         return None
+
+    @property
+    def exact(self) -> bool:
+        """Whether a resumed run proves the position."""
+        return True
 
     # ------------------------------------------------------------------------------ of a subclass
 
@@ -447,7 +457,6 @@ class StreamLoader(LookAhead):
         make: makes the stream; called on the thread.
         first: the stream that was made already.
         without: fields that differ each time a row is read.
-        progress: called with the numbers of rows that were read and are to be read, while rows are counted.
     """
 
     def __init__(
@@ -459,34 +468,39 @@ class StreamLoader(LookAhead):
         *,
         first: Any = None,
         without: Collection[str] = (),
-        progress: Callable[[int, int], None] = lambda read, wanted: None,
         **waiting: Any,
     ) -> None:
         super().__init__(task, name, options, **waiting)
-        self._make, self._first, self._progress_of_counting = make, first, progress
+        self._make, self._first = make, first
         self.without = set(without)
         self._stream = Stream(self._made, self.who)
         self._marks: deque[Mark] = deque()
         self._since: deque[Fingerprint] = deque()
         """Fingerprints of the rows since the first mark."""
         self._behind: Mark | None = None
+        self._beginnings = Beginnings()
+        self._said = time.monotonic()
+        """Last time when counted rows were reported."""
         self._epochs: dict[int, int] = {}
         """Epochs of the rows that were read and not yet added to the look-ahead, by number."""
         self._resume: Saved | Mark | None = None
         """Where a resumed run continues, until its first row is read."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_stream": None, "_first": None, "_progress_of_counting": None}
+        return {**super().__getstate__(), "_stream": None, "_first": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._progress_of_counting = lambda read, wanted: None
         self._stream = Stream(self._made, self.who)
         self._restore(self._position())
 
+    @property
+    def exact(self) -> bool:
+        return self.options.exact
+
     def _made(self) -> Any:
         given, self._first = self._first, None
-        return readable(self._make() if given is None else given, self.who, exact=self.options.exact)
+        return readable(self._make() if given is None else given, self.who, exact=self.exact)
 
     def read(self, n: int) -> Part:
         if (resume := self._resume) is not None:
@@ -495,16 +509,16 @@ class StreamLoader(LookAhead):
         rows, since = list[tuple[int, int, Any]](), list[Fingerprint]()
         until = time.monotonic() + PART
         while len(rows) < n and (not rows or time.monotonic() < until):
-            if self.options.exact and stream.row % EVERY == 0:
+            if self.exact and stream.row % EVERY == 0:
                 marks.append(stream.mark(counts=self._counts()))
             number, row = stream.row, stream.next()
             self._epochs[number] = stream.epoch
             if not number:
                 stream.mark(counts=False)  # a state that no checkpoint can hold is an error now
             rows.append((number, number, row))
-            if self.options.exact:
+            if self.exact:
                 since.append(fingerprint(row, self.without))
-        behind = None if self.options.exact else stream.mark(counts=False)
+        behind = None if self.exact else stream.mark(counts=False)
         return Part(rows=self._fields(rows), since=since, marks=marks, behind=behind)
 
     def epoch_of(self, row: int) -> int:
@@ -523,7 +537,7 @@ class StreamLoader(LookAhead):
         if isinstance(resume, Mark):
             self._stream.restore(resume)
             return Part(rows=[], since=[], behind=resume)
-        rows, mark = resumed(self._stream, resume, progress=self._progress_of_counting), resume.mark
+        rows, mark = resumed(self._stream, resume, progress=self._counted), resume.mark
         since: list[Fingerprint] = [fingerprint(row, self.without) for row, _ in rows]
         ahead = list[tuple[int, int, Any]]()
         for number, (row, epoch) in enumerate(rows, mark.row):
@@ -532,10 +546,30 @@ class StreamLoader(LookAhead):
                 self._epochs[number] = epoch
         return Part(rows=self._fields(ahead), since=since, marks=[mark], again=True)
 
+    def _compare_epochs(self, part: Part) -> None:
+        """Warn if the second epoch begins as the first did."""
+        for (number, *_), row in zip(part.rows, part.since, strict=False):
+            if self._beginnings.repeated(self._epochs[number], row):
+                self.warn(
+                    f"same_order/{self.task}",
+                    f"{self.who}: it gives its rows in the same order in each epoch; let it shuffle anew in "
+                    "set_epoch(epoch), or return rows with a length, which the core shuffles",
+                )
+
+    def _counted(self, read: int, wanted: int) -> None:
+        """Report rows that are counted: the deadline of a prompt is that of a row meanwhile."""
+        now = time.monotonic()
+        self._progress = now
+        if now - self._said > SAYS_EVERY:
+            self._said = now
+            self.status(f"{self.who}: counting its rows: {read:,} of {wanted:,}")
+
     def kept(self, part: Part) -> None:
         if part.again:
             self._marks.clear()
             self._since.clear()
+        else:
+            self._compare_epochs(part)
         self._marks += part.marks
         self._since += part.since
         self._behind = part.behind or self._behind
@@ -549,7 +583,7 @@ class StreamLoader(LookAhead):
     def _position(self) -> Any:
         if self._resume is not None:  # nothing was read since the run was resumed
             return self._saved(self._resume)
-        if not self.options.exact:
+        if not self.exact:
             return self._saved(self._behind or Mark(0, 0, 0))
         mark = self._marks[0] if self._marks else Mark(0, 0, 0)
         return self._saved(Saved(mark, list(self._since), self.without))

@@ -1,7 +1,7 @@
 """States of dataloaders, and prompts, as JSON values; never a pickle.
 
     packed({"n": 3, "rng": (1, array([5, 6]))})
-        -> {"n": 3, "rng": {"$": "tuple", "of": [1, {"$": "array", "dtype": "<i8", "shape": [2], "of": "BQ..."}]}}
+        -> {"n": 3, "rng": {"$": "tuple", "of": [1, {"$": "array", "dtype": "<i8", "shape": [2], "of": ...}]}}
 
 JSON values stay as they are; everything else is an object with the key ``$``.
 """

@@ -85,7 +85,8 @@ class Stream:
         if self.row and not counts and hasattr(self.given, "state_dict"):
             with plugin_errors(f"{self.who}: state_dict()"):
                 state = self.given.state_dict()
-            own = unpacked(packed(state, f"{self.who}: state_dict()"))  # a copy: the stream may change what it returned
+            # a copy: the stream may change what it returned
+            own = unpacked(packed(state, f"{self.who}: state_dict()"))
         return Mark(self.row, self.epoch, self._of_epoch, own)
 
     def restore(self, mark: Mark) -> None:
@@ -109,9 +110,8 @@ class Stream:
         wanted = mark.of_epoch if from_epoch == mark.epoch else mark.row
         self.row = mark.row - wanted
         for nth in range(wanted):
+            progress(nth, wanted)
             self.next()
-            if not nth % 1000:
-                progress(nth, wanted)
 
 
 def _set_epoch(given: Any, epoch: int) -> None:
@@ -129,8 +129,13 @@ def loses_state(given: Any) -> str:
     """
     if buffer := shuffle_buffer(given):
         return f"a shuffle buffer of {buffer:,} rows"
-    if is_of(given, "torch.utils.data", "DataLoader") and hasattr(given.sampler, "generator"):
-        return "the random order of its later epochs"
+    if is_of(given, "torch.utils.data", "DataLoader"):
+        if hasattr(given.sampler, "generator"):
+            return "the random order of its later epochs"
+        if is_of(given.dataset, "torch.utils.data", "IterableDataset") and not hasattr(
+            given.dataset, "state_dict"
+        ):
+            return "the place in its data set, which has no state_dict()"
     return ""
 
 
