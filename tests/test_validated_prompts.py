@@ -155,7 +155,7 @@ def test_validate_measures_the_rows_of_its_data(tmp_path, monkeypatch):
     assert (results["prompts"], round(results["accuracy"], 2)) == (3, 0.67)
     refused = run_cli("validate", *options, "--env", "math:sort")
     assert refused.returncode == 2
-    assert refused.stderr.startswith("error: --data held_out.jsonl: it needs one --env")
+    assert refused.stderr.startswith("grpo-core: --data held_out.jsonl: it needs one --env")
 
 
 @pytest.mark.long

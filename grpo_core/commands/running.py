@@ -211,8 +211,8 @@ def validate(
     no_plugin
         Do not load this installed plugin; may be repeated.
     """
-    changes = _changes(env, {"validation": validation, "engine": engine}, set_)
-    changes = _with_data(changes, env, "validation_data", data)
+    chosen = {"validation": validation, "engine": engine}
+    changes = _with_data(_changes(env, chosen, set_), env, "validation_data", data)
     why = "validate measures the model as it is and does not use this key"
     check_settings(parse_settings(set_ or []), MEASURED_BY, why, but=["tasks.*.weight"])
     measurement = measuring.prepare(
@@ -247,9 +247,7 @@ def verify(run: Path, /) -> int:
     return 1 if found.findings else 0
 
 
-def _with_data(
-    changes: Mapping[str, Any], env: Words, key: str, data: str | None
-) -> Mapping[str, Any]:
+def _with_data(changes: Mapping[str, Any], env: Words, key: str, data: str | None) -> Mapping[str, Any]:
     """Set a key of the task of --env to the prompts of --data.  Raises ConfigError without exactly one."""
     if data is None:
         return changes
