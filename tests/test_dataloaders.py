@@ -13,7 +13,7 @@ import torchdata.nodes
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from grpo_core.app.data import check_data, open_held_out, open_loader
+from grpo_core.app.data import Source, check_data
 from grpo_core.app.parts import check_loaders
 from grpo_core.config import Config, RowOptions, TrainerConfig, build
 from grpo_core.contracts.errors import CheckpointError, ConfigError, GrpoError, PluginError
@@ -123,7 +123,7 @@ def opened(runner):
     made = []
 
     def make(rows, *, task="t", name="mine:rows", deadline=20.0, convert=None, **options):
-        opening = open_loader(
+        source = Source(
             task,
             name,
             lambda split: rows() if callable(rows) else rows,
@@ -132,7 +132,7 @@ def opened(runner):
             deadline=deadline,
             convert=convert,
         )
-        made.append(Opened(runner, runner.run(opening)))
+        made.append(Opened(runner, runner.run(source.training())))
         return made[-1]
 
     yield make
@@ -431,7 +431,7 @@ def test_a_named_field_that_no_row_has_is_refused_for_every_kind(opened, form, k
 
 def test_held_out_rows_are_the_first_of_a_stream_and_none_if_there_are_none(runner):
     def held_out(made):
-        return runner.run(open_held_out("t", "mine", lambda split: made, RowOptions(), 3))
+        return runner.run(Source("t", "mine", lambda split: made, RowOptions()).held_out(3))
 
     assert texts(held_out(Own())) == ["0=", "1=", "2="]
     assert held_out(None) is None

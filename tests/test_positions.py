@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_core.app.data import open_loader
+from grpo_core.app.data import Source
 from grpo_core.config import RowOptions
 from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.data.loaders import IndexedLoader, StreamLoader
@@ -280,10 +280,10 @@ def test_a_source_that_can_be_read_once_is_refused_unless_its_position_need_not_
         return given if source == "generator" else Once()
 
     async def story(**options):
-        loader = await open_loader("t", "rows", once, RowOptions(**options))
+        loader = await Source("t", "rows", once, RowOptions(**options)).training()
         ids = await drawn(loader, 5)
         await loader.first(9)
-        again = await open_loader("t", "rows", once, RowOptions(**options))
+        again = await Source("t", "rows", once, RowOptions(**options)).training()
         again.load_state_dict(through_files(loader.state_dict()))
         loader.close()
         ids += await drawn(again, 20)

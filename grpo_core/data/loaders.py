@@ -27,7 +27,7 @@ from grpo_core.data.order import ShuffledOrder
 from grpo_core.data.positions import Fingerprint, difference, fingerprint
 from grpo_core.data.repeats import Beginnings, Ids
 from grpo_core.data.rows import RowReader, plain, raised, readable
-from grpo_core.data.sources import RawRows
+from grpo_core.data.sources import RawRows, ReadRows
 from grpo_core.data.states import packed
 from grpo_core.data.streams import EVERY, Mark, Saved, Stream, loses_state, refusal, resumed
 from grpo_core.data.workers import readers_of
@@ -123,6 +123,20 @@ class Part:
     """State behind the rows, where it is kept instead of their fingerprints."""
     again: bool = False
     """Whether it begins a resumed run."""
+
+
+async def converted(
+    reader: RowReader, convert: Convert | None, rows: Sequence[tuple[Any, Mapping[str, Any], int]]
+) -> list[Prompt]:
+    """Return the prompts of rows, which are given with their fields and places."""
+    made = await convert([fields for _, fields, _ in rows]) if convert is not None and rows else None
+    if made is None:
+        return [reader.prompt(*each) for each in rows]
+    if len(made) != len(rows):
+        raise PluginError(
+            f"{reader.who}: the environment made {len(made)} prompts of {len(rows)} rows; expected one each"
+        )
+    return made
 
 
 class LookAhead:
@@ -298,11 +312,8 @@ class LookAhead:
 
     async def _add(self, part: Part) -> None:
         """Convert rows, and add their prompts to the look-ahead."""
-        prompts = await self._converted([fields for *_, fields in part.rows])
-        if prompts is None:
-            prompts = [
-                self.reader.prompt(row, fields, self.origin(place)) for _, place, row, fields in part.rows
-            ]
+        rows = [(row, fields, self.origin(place)) for _, place, row, fields in part.rows]
+        prompts = await converted(self.reader, self._convert, rows)
         self.kept(part)
         for (number, place, row, _), prompt in zip(part.rows, prompts, strict=True):
             packed(plain(prompt), f"{self.who}, row {place + 1}")
@@ -329,18 +340,6 @@ class LookAhead:
         near = self._wanted + self.slots
         if warning := self._ids.add(id, epoch, number, near=near, hint=hint):
             self.warn(f"repeated_ids/{self.task}", warning)
-
-    async def _converted(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt] | None:
-        if self._convert is None or not rows:
-            return None
-        made = await self._convert(rows)
-        if made is None:
-            self._convert = None
-        elif len(made) != len(rows):
-            raise PluginError(
-                f"{self.who}: the environment made {len(made)} prompts of {len(rows)} rows; expected one each"
-            )
-        return made
 
     def _late(self) -> PluginError:
         left_out = f", of which {self.left_out:,} are left out" if self.left_out else ""
@@ -616,7 +615,6 @@ class IndexedLoader(LookAhead):
         rows: the prompts, with unique ids; or rows that are read ahead.
         seed: seed of the shuffling.
         at_hand: whether the rows are prompts that can be read at once.
-        without: fields that differ each time a row is read.
     """
 
     def __init__(
@@ -628,14 +626,12 @@ class IndexedLoader(LookAhead):
         name: str = "",
         options: RowOptions | None = None,
         at_hand: bool = True,
-        without: Collection[str] = (),
         **waiting: Any,
     ) -> None:
         super().__init__(task, name, options or RowOptions(), **waiting)
-        self.without = set(without)
         self._rows, self._seed, self.at_hand = rows, seed, at_hand
         self._number: int | None = None
-        self.read_rows: Any = None
+        self.read_rows: ReadRows | None = None
         """All rows, if they have been read before the run."""
         self._read_until = 0
         """Number of the next row to read ahead."""
@@ -719,7 +715,7 @@ class IndexedLoader(LookAhead):
             rows.append((self._read_until, place, self._rows[place]))
             self._read_until += 1
         proving = [] if self._known else rows
-        since: list[Fingerprint] = [fingerprint(row, self.without) for _, _, row in proving]
+        since: list[Fingerprint] = [fingerprint(row) for _, _, row in proving]
         return Part(rows=self._fields(rows), since=since)
 
     def epoch_of(self, row: int) -> int:
@@ -730,7 +726,7 @@ class IndexedLoader(LookAhead):
 
     def _prove(self, proof: Sequence[tuple[int, Fingerprint]]) -> None:
         """Raise ConfigError unless rows are those of the checkpoint."""
-        found = [fingerprint(self._rows[self._order[number]], self.without) for number, _ in proof]
+        found = [fingerprint(self._rows[self._order[number]]) for number, _ in proof]
         if (differs := difference([each for _, each in proof], found, proof[0][0])) is not None:
             raise refusal(self.who, self._rows, differs)
 
