@@ -10,12 +10,13 @@ from itertools import islice
 
 import pytest
 import torchdata.nodes
+from drawing import NoEnvironment
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from grpo_core.app.data import Source, check_data
+from grpo_core.app.data import Source, TaskData, check_data
 from grpo_core.app.parts import check_loaders
-from grpo_core.config import Config, RowOptions, TrainerConfig, build
+from grpo_core.config import Config, RowOptions, TaskConfig, TrainerConfig, build
 from grpo_core.contracts.errors import CheckpointError, ConfigError, GrpoError, PluginError
 from grpo_core.contracts.records import Prompt, SampleRequest
 from grpo_core.data.rows import readable
@@ -501,3 +502,53 @@ def test_a_state_that_no_file_holds_is_an_error_at_once(opened):
 
     with pytest.raises(PluginError, match=r"state_dict\(\)\['cursor'\] is <object"):
         opened(Bad).take(1)
+
+
+BAD = """
+class Rows:
+    def __iter__(self):
+        yield {"prompt": "1"}
+        raise OSError("no route to host")
+    def state_dict(self):
+        return {}
+    def load_state_dict(self, state):
+        pass
+
+class Raises(Rows):
+    def __init__(self, split):
+        pass
+
+class StateIsAnObject(Raises):
+    def state_dict(self):
+        return {"cursor": object()}
+
+class EndsEarly(Raises):
+    def __iter__(self):
+        return iter(())
+
+def RaisesAtOnce(split):
+    raise KeyError("shards")
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("Raises", "no route to host"),
+        ("StateIsAnObject", "state_dict()['cursor'] is <object"),
+        ("EndsEarly", "it ended without a row"),
+        ("RaisesAtOnce", "KeyError: 'shards'"),
+    ],
+)
+def test_a_dataloader_that_fails_at_the_start_is_wrong_input(runner, tmp_path, monkeypatch, kind, said):
+    (tmp_path / "bad.py").write_text(BAD)
+    monkeypatch.chdir(tmp_path)
+    task = TaskConfig(env="none", data=f"./bad.py:{kind}")
+    data = TaskData.of("t", task, PluginHost.discover(), NoEnvironment())
+    with pytest.raises(GrpoError) as raised:
+        runner.run(data.prompts("train", 4))
+    data.close()
+    assert raised.value.exit_status == 2
+    assert f"dataloader './bad.py:{kind}'" in str(raised.value)
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)

@@ -34,7 +34,7 @@ from grpo_core.app.resume import Launch, changed_schedule, check_held, identity
 from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, as_table
-from grpo_core.contracts.errors import describe, fault_of
+from grpo_core.contracts.errors import describe, fault_of, wrong_input
 from grpo_core.contracts.events import (
     ErrorRaised,
     Event,
@@ -406,7 +406,8 @@ async def _pipeline(
     stream = PromptStream(sampler=parts.sampler(), loaders=loaders, name=config.sampler.name)
     _restore(run, checkpoint.restore, buffer, loaders, stream)
     if run.start.found is not None:  # a dataloader that does not give its rows again is an error now
-        await gather(loader.first(1) for loader in loaders.values())
+        with wrong_input():
+            await gather(loader.first(1) for loader in loaders.values())
     engine = WeightsTrackingEngine(engines["engine"], partial(_check_held, parts, run, engines["engine"]))
     own = engines.get("validation.engine")
     validation = parts.validation(

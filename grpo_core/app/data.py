@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from attrs import define, evolve, field, fields_dict, frozen
 
 from grpo_core.config import RowOptions, TaskConfig
-from grpo_core.contracts.errors import ConfigError, PluginError, did_you_mean
+from grpo_core.contracts.errors import ConfigError, PluginError, did_you_mean, wrong_input
 from grpo_core.contracts.records import Prompt
 from grpo_core.data.choice import DataChoice, check_there, choose
 from grpo_core.data.files import Ranges, check_apart
@@ -93,15 +93,16 @@ class TaskData:
     async def _train(self, first: int) -> Sequence[Prompt]:
         if self.choice is None:
             return await self._own("train")
-        if self.loader is None and self._at_hand is None:
-            await self._open(self.choice)
-        if self._at_hand is not None and self.loader is None:
-            return self._at_hand
-        assert self.loader is not None
-        if (read := self._at_hand) is None:
-            return await self.loader.first(first)
-        source = await self._source(self.choice)
-        return SomePrompts(await source.prompts(read.raw[:first], read.places), read.digests)
+        with wrong_input():
+            if self.loader is None and self._at_hand is None:
+                await self._open(self.choice)
+            if self._at_hand is not None and self.loader is None:
+                return self._at_hand
+            assert self.loader is not None
+            if (read := self._at_hand) is None:
+                return await self.loader.first(first)
+            source = await self._source(self.choice)
+            return SomePrompts(await source.prompts(read.raw[:first], read.places), read.digests)
 
     async def _open(self, choice: DataChoice) -> None:
         """Make the loader of rows that are read ahead, or read those that are prompts at hand."""

@@ -69,7 +69,12 @@ class Stream:
         if not self._of_epoch:
             raise PluginError(
                 f"{self.who}: it ended without a row"
-                + (f" after {self.row:,} rows: it cannot be read twice" if self.row else "")
+                + (
+                    f" after {self.row:,} rows: it cannot be read twice; give a function that makes it, "
+                    "for each epoch anew, or train no more steps than it has rows for"
+                    if self.row
+                    else ""
+                )
             )
         self.epoch, self._of_epoch = self.epoch + 1, 0
         once = self._iterator is self.given
