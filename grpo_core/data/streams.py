@@ -67,15 +67,11 @@ class Stream:
 
     def _end_epoch(self) -> None:
         if not self._of_epoch:
-            raise PluginError(
-                f"{self.who}: it ended without a row"
-                + (
-                    f" after {self.row:,} rows: it cannot be read twice; give a function that makes it, "
-                    "for each epoch anew, or train no more steps than it has rows for"
-                    if self.row
-                    else ""
-                )
+            twice = (
+                f" after {self.row:,} rows: it cannot be read twice; give a function that makes it, for each "
+                "epoch anew, or train no more steps than it has rows for"
             )
+            raise PluginError(f"{self.who}: it ended without a row{twice if self.row else ''}")
         self.epoch, self._of_epoch = self.epoch + 1, 0
         once = self._iterator is self.given
         self._iterator = None
