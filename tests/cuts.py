@@ -18,4 +18,5 @@ def pipeline_at(step: int) -> dict[str, Any]:
 
 def loader_at(taken: int) -> dict[str, Any]:
     """Return the state of a task's loader that has given this many prompts."""
-    return {"prompts": 4, "fingerprint": "f", "seed": 0, "taken": taken}
+    position = {"prompts": 4, "fingerprint": "f", "seed": 0, "since": []}
+    return {"dataloader": "", "rows": taken, "unfinished": {}, "position": position}

@@ -330,6 +330,23 @@ def test_the_last_line_of_a_resumed_run_counts_its_own_steps(trained):
     assert "; 4 of 4 steps, 2 of them now in 2 s; " in _summary(outcome)
 
 
+ONCE = """
+def Once(split):
+    if split == "train":
+        return ({"prompt": f"{n}>", "answer": f"{n}"} for n in range(100))
+"""
+
+
+@pytest.mark.long
+def test_the_summary_names_tasks_whose_position_is_not_exact(here):
+    (here / "once.py").write_text(ONCE)
+    data = ["--data", "./once.py:Once", "--set", "tasks.sort.data_options.exact=false"]
+    done = grpo(here, "train", *SORT, *SMALL, *data, "--set", "trainer.steps=1", "--output", "run")
+    assert done.returncode == 0, done.stderr
+    assert "1 of 1 steps" in done.stdout
+    assert "; position not exact: sort; run: run" in done.stdout
+
+
 @pytest.mark.slow
 def test_accuracy_is_claimed_only_where_a_success_is_declared(here):
     """By its environment, or by the configuration; the other task has rewards alone."""

@@ -10,17 +10,18 @@ from itertools import islice
 
 import pytest
 import torchdata.nodes
+from drawing import NoEnvironment
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from grpo_core.app.data import check_data, open_held_out, open_loader
+from grpo_core.app.data import Source, TaskData, check_data
 from grpo_core.app.parts import check_loaders
-from grpo_core.config import Config, RowOptions, TrainerConfig, build
+from grpo_core.config import Config, RowOptions, TaskConfig, TrainerConfig, build
 from grpo_core.contracts.errors import CheckpointError, ConfigError, GrpoError, PluginError
 from grpo_core.contracts.records import Prompt, SampleRequest
 from grpo_core.data.rows import readable
 from grpo_core.data.samplers import Mix, PromptStream
-from grpo_core.data.states import from_safetensors, packed, to_safetensors, unpacked
+from grpo_core.data.states import packed, unpacked
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
 from grpo_core.plugins.host import PluginHost
@@ -123,7 +124,7 @@ def opened(runner):
     made = []
 
     def make(rows, *, task="t", name="mine:rows", deadline=20.0, convert=None, **options):
-        opening = open_loader(
+        source = Source(
             task,
             name,
             lambda split: rows() if callable(rows) else rows,
@@ -132,7 +133,7 @@ def opened(runner):
             deadline=deadline,
             convert=convert,
         )
-        made.append(Opened(runner, runner.run(opening)))
+        made.append(Opened(runner, runner.run(source.training())))
         return made[-1]
 
     yield make
@@ -145,8 +146,7 @@ def texts(prompts):
 
 
 def through_files(state):
-    plain, arrays = packed(state)
-    return unpacked(json.loads(json.dumps(plain)), from_safetensors(to_safetensors(arrays)))
+    return unpacked(json.loads(json.dumps(packed(state))))
 
 
 # ---------------------------------------------------------------------------------- reading
@@ -432,7 +432,7 @@ def test_a_named_field_that_no_row_has_is_refused_for_every_kind(opened, form, k
 
 def test_held_out_rows_are_the_first_of_a_stream_and_none_if_there_are_none(runner):
     def held_out(made):
-        return runner.run(open_held_out("t", "mine", lambda split: made, RowOptions(), 3))
+        return runner.run(Source("t", "mine", lambda split: made, RowOptions()).held_out(3))
 
     assert texts(held_out(Own())) == ["0=", "1=", "2="]
     assert held_out(None) is None
@@ -484,7 +484,7 @@ def test_a_state_of_something_else_is_refused(opened):
     with pytest.raises(CheckpointError, match=r"'other:rows' is new: .* prompts came from 'mine:rows'"):
         opened(Own, name="other:rows").load_state_dict(state)
     sized = opened(FORMS["a list"])
-    with pytest.raises(CheckpointError, match=r"came from 'other data'"):
+    with pytest.raises(CheckpointError, match=r"of another kind of dataloader or version \(KeyError: 'mark'"):
         opened(Own).load_state_dict(sized.state_dict())
     sized.take(1)
     for form in ("a list", "a torch Dataset"):
@@ -502,3 +502,53 @@ def test_a_state_that_no_file_holds_is_an_error_at_once(opened):
 
     with pytest.raises(PluginError, match=r"state_dict\(\)\['cursor'\] is <object"):
         opened(Bad).take(1)
+
+
+BAD = """
+class Rows:
+    def __iter__(self):
+        yield {"prompt": "1"}
+        raise OSError("no route to host")
+    def state_dict(self):
+        return {}
+    def load_state_dict(self, state):
+        pass
+
+class Raises(Rows):
+    def __init__(self, split):
+        pass
+
+class StateIsAnObject(Raises):
+    def state_dict(self):
+        return {"cursor": object()}
+
+class EndsEarly(Raises):
+    def __iter__(self):
+        return iter(())
+
+def RaisesAtOnce(split):
+    raise KeyError("shards")
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("Raises", "no route to host"),
+        ("StateIsAnObject", "state_dict()['cursor'] is <object"),
+        ("EndsEarly", "it ended without a row"),
+        ("RaisesAtOnce", "KeyError: 'shards'"),
+    ],
+)
+def test_a_dataloader_that_fails_at_the_start_is_wrong_input(runner, tmp_path, monkeypatch, kind, said):
+    (tmp_path / "bad.py").write_text(BAD)
+    monkeypatch.chdir(tmp_path)
+    task = TaskConfig(env="none", data=f"./bad.py:{kind}")
+    data = TaskData.of("t", task, PluginHost.discover(), NoEnvironment())
+    with pytest.raises(GrpoError) as raised:
+        runner.run(data.prompts("train", 4))
+    data.close()
+    assert raised.value.exit_status == 2
+    assert f"dataloader './bad.py:{kind}'" in str(raised.value)
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)

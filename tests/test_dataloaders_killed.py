@@ -10,7 +10,7 @@ from killing import Run, left_after
 
 pytestmark = pytest.mark.slow
 
-STEPS, PER_STEP = 12, 6
+STEPS, PER_STEP = 12, 24
 PARTS = """
 import asyncio
 import pathlib
@@ -115,7 +115,7 @@ def test_of_a_billion_rows_no_more_are_read_than_are_needed(unharmed):
     assert len(read) <= STEPS * PER_STEP // 3 + 2 * 2 * PER_STEP + 4
 
 
-@pytest.mark.parametrize("kills", [(3,), pytest.param((2, 7), marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kills", [(9,), pytest.param((2, 9), marks=pytest.mark.nightly)])
 def test_a_killed_run_draws_what_the_unharmed_one_draws(unharmed, tmp_path, kills):
     run = Run(tmp_path, environment=PARTS, settings=SETTINGS)
     for steps in kills:
@@ -128,8 +128,10 @@ def test_a_killed_run_draws_what_the_unharmed_one_draws(unharmed, tmp_path, kill
     assert run.finished, said
     assert "continuing run after step" in said
     assert trained(run.directory) == trained(unharmed.directory)
-    state = run.directory / "checkpoints" / f"step-{STEPS:06d}"
-    assert b"pickle" not in (state / "train_dataloader_words.json").read_bytes()
+    saved = run.directory / "checkpoints" / f"step-{STEPS:06d}" / "train_dataloader_words.json"
+    key = json.loads(saved.read_bytes())["position"]["mark"]["own"]["rng"]["state"]["key"]
+    assert (key["$"], key["shape"]) == ("array", [624]), "the state of the stream is in it, as JSON"
+    assert b"pickle" not in saved.read_bytes()
 
 
 COUNTED = """

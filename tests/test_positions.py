@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import pickle
 import random
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_core.app.data import open_loader
+from grpo_core.app.data import Source
 from grpo_core.config import RowOptions
 from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.data.loaders import IndexedLoader, StreamLoader
 from grpo_core.data.positions import fingerprint
-from grpo_core.data.states import from_safetensors, packed, to_safetensors, unpacked
+from grpo_core.data.states import packed, unpacked
 from grpo_core.data.streams import loses_state
 from grpo_core.data.trial import compare, read
 
@@ -78,6 +80,20 @@ class RaisesOnLoad(Rows):
         raise KeyError("version")
 
 
+class RaisesOnIter(Rows):
+    """Its state is accepted, and reading fails, as where torchdata skips more rows than there are."""
+
+    restored = False
+
+    def load_state_dict(self, state):
+        self.restored = True
+
+    def __iter__(self):
+        if self.restored:
+            raise StopIteration
+        return super().__iter__()
+
+
 class OneGenerator(Rows):
     """The order of an epoch depends on those before it, and the state lacks this."""
 
@@ -95,7 +111,7 @@ class OneGenerator(Rows):
         self.at = 0
 
 
-KINDS = [Rows, StateBehind, NoState, LostBuffer, RaisesOnLoad]
+KINDS = [Rows, StateBehind, NoState, LostBuffer, RaisesOnLoad, RaisesOnIter]
 
 
 def inline(loader):
@@ -119,8 +135,7 @@ async def drawn(loader, n):
 
 
 def through_files(state):
-    plain, arrays = packed(state)
-    return unpacked(json.loads(json.dumps(plain)), from_safetensors(to_safetensors(arrays)))
+    return unpacked(json.loads(json.dumps(packed(state))))
 
 
 # ---------------------------------------------------------------------------------- killed anywhere
@@ -154,6 +169,18 @@ def test_a_stream_that_is_killed_anywhere_gives_the_rows_of_one_that_is_not(kind
     calm = asyncio.run(story([]))
     assert [id.partition("/")[0] + "/" for id in calm] == expected[: len(calm)]
     assert asyncio.run(story(kills)) == calm
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_counted_where_the_state_of_a_later_mark_does_not_help(kind):
+    async def story():
+        loader = stream(kind)
+        await drawn(loader, 120)
+        other = stream(kind)
+        other.load_state_dict(through_files(loader.state_dict()))
+        assert await drawn(other, 80) == await drawn(loader, 80)
+
+    asyncio.run(story())
 
 
 def test_a_state_that_breaks_after_its_epoch_is_found_where_the_epoch_ends_among_the_rows():
@@ -253,10 +280,10 @@ def test_a_source_that_can_be_read_once_is_refused_unless_its_position_need_not_
         return given if source == "generator" else Once()
 
     async def story(**options):
-        loader = await open_loader("t", "rows", once, RowOptions(**options))
+        loader = await Source("t", "rows", once, RowOptions(**options)).training()
         ids = await drawn(loader, 5)
         await loader.first(9)
-        again = await open_loader("t", "rows", once, RowOptions(**options))
+        again = await Source("t", "rows", once, RowOptions(**options)).training()
         again.load_state_dict(through_files(loader.state_dict()))
         loader.close()
         ids += await drawn(again, 20)
@@ -277,6 +304,64 @@ def test_a_stream_that_ends_and_cannot_begin_again_says_so():
 
     with pytest.raises(PluginError, match="it ended without a row after 2 rows: it cannot be read twice"):
         asyncio.run(story())
+
+
+# ---------------------------------------------------------------------------------- what is said
+
+
+class Slow(NoState):
+    """Reading a row takes some work, once ``slow`` is set."""
+
+    slow = False
+
+    def row(self, i):
+        if Slow.slow:
+            hashlib.sha256(bytes(400_000)).digest()
+        return super().row(i)
+
+
+@pytest.mark.long
+def test_progress_is_said_while_rows_are_counted_and_no_deadline_ends_it(monkeypatch):
+    monkeypatch.setattr("grpo_core.data.loaders.SAYS_EVERY", 0.0)
+    monkeypatch.setattr(Slow, "slow", False)
+
+    async def story():
+        loader = stream(lambda: Slow(3000))
+        await drawn(loader, 2000)
+        state = through_files(loader.state_dict())
+        expected, Slow.slow, said = await drawn(loader, 8), True, []
+        other = StreamLoader("t", "rows", lambda: Slow(3000), RowOptions(), deadline=0.5)
+        other.status = said.append
+        other.load_state_dict(state)
+        began = time.monotonic()
+        assert await drawn(other, 8) == expected
+        assert time.monotonic() - began > 0.5
+        other.close()
+        return said
+
+    said = asyncio.run(story())
+    assert len(said) == 1952
+    assert said[-1] == "task 't': dataloader 'rows': counting its rows: 1,951 of 1,952"
+
+
+class Same(Rows):
+    set_epoch = None
+
+    def row(self, i):
+        return {"prompt": f"{i}="}
+
+
+@pytest.mark.parametrize(("kind", "n", "times"), [(Same, 50, 1), (Rows, 50, 0), (Same, 7, 0)])
+def test_a_stream_that_repeats_its_order_is_said_once(kind, n, times):
+    async def story():
+        loader, said = stream(lambda: kind(n)), []
+        loader.warn = lambda cause, message: said.append((cause, message))
+        for _ in range(30):
+            await drawn(loader, 10)
+        return said
+
+    said = asyncio.run(story())
+    assert [cause for cause, _ in said] == ["same_order/t"] * times
 
 
 # ---------------------------------------------------------------------------------- the trial

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
 
 import pytest
+from killing import GRPO
 
 import grpo_core as grpo
 from grpo_core.app.parts import Parts
@@ -135,3 +138,31 @@ def test_held_out_prompts_that_are_sorted_by_level_are_measured_by_a_choice_of_a
     assert results["prompts"] == 200
     assert results["prompts_of"] == 400
     assert 0.15 < results["accuracy"] < 0.35
+
+
+def run_cli(*words):
+    return subprocess.run([GRPO, *words], capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.long
+def test_validate_measures_the_rows_of_its_data(tmp_path, monkeypatch):
+    (tmp_path / "env.py").write_text(SUMS)
+    (tmp_path / "held_out.jsonl").write_text("".join(f'{{"prompt": "{n}"}}\n' for n in (1, 2, 300)))
+    monkeypatch.chdir(tmp_path)
+    options = ["--env", "./env.py:Sums", "--engine", "./env.py:said", "--data", "held_out.jsonl"]
+    done = run_cli("validate", *options, "--json")
+    results = json.loads(done.stdout)["results"]["sums"]
+    assert (results["prompts"], round(results["accuracy"], 2)) == (3, 0.67)
+    refused = run_cli("validate", *options, "--env", "math:sort")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("grpo-core: --data held_out.jsonl: it needs one --env")
+
+
+@pytest.mark.long
+def test_of_data_with_three_splits_the_validation_split_is_measured(tmp_path, monkeypatch):
+    (tmp_path / "env.py").write_text(SUMS)
+    monkeypatch.chdir(tmp_path)
+    splits = {"train": 5, "validation": 3, "test": 2}
+    data = {split: [{"prompt": str(n)} for n in range(rows)] for split, rows in splits.items()}
+    found = grpo.validate(env="./env.py:Sums", engine="./env.py:said", data=data, output="validated")
+    assert found["sums"]["prompts"] == 3

@@ -25,7 +25,7 @@ from grpo_core.plugins.host import PROGRAM
 from grpo_core.plugins.offers import Factory, Kind
 
 SPLITS = ("train", "validation", "test")
-"""Keys of data; "test" is another word for "validation"."""
+"""Keys of data; "test" holds the held-out prompts of data without "validation"."""
 FUNCTIONS: Mapping[str, Kind] = {"advantage": "advantage", "loss": "loss", "optimizer": "optimizer"}
 """Sections whose value may be a function, which is called directly."""
 SHORT = {"steps": "trainer", "lr": "trainer", "prompts_per_step": "trainer"} | dict.fromkeys(
@@ -162,8 +162,8 @@ def _splits(data: Any) -> dict[str, Any]:
     by_split = {} if data is None else by_split
     if unknown := [split for split in by_split if split not in SPLITS]:
         raise ConfigError(f"data has {unknown[0]!r}; expected the keys 'train' and 'validation' or 'test'")
-    if "test" in by_split and "validation" in by_split:
-        raise ConfigError("data has 'validation' and 'test'; one of them holds the held-out prompts")
+    if "validation" in by_split:  # as in a DatasetDict with all three
+        by_split = {split: given for split, given in by_split.items() if split != "test"}
     for split, given in by_split.items():
         if hasattr(given, "iloc"):  # iterating a DataFrame gives the names of its columns
             raise ConfigError(

@@ -34,7 +34,7 @@ from grpo_core.app.resume import Launch, changed_schedule, check_held, identity
 from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, as_table
-from grpo_core.contracts.errors import describe, fault_of
+from grpo_core.contracts.errors import describe, fault_of, wrong_input
 from grpo_core.contracts.events import (
     ErrorRaised,
     Event,
@@ -93,6 +93,8 @@ class Outcome:
     """The newest version that the canary proved the engine to use."""
     unproved: int = 0
     """Number of weight syncs since then, or since the first one."""
+    inexact: Sequence[str] = ()
+    """Tasks whose dataloaders do not prove their position."""
 
 
 @define(kw_only=True, eq=False)
@@ -177,9 +179,10 @@ async def _train(run: RunContext, interruptible: Callable[[Pipeline], None]) -> 
                 reason, steps = await pipeline.run(), pipeline.buffer.num_steps
                 step = pipeline.buffer.step
                 proved, unproved = pipeline.canaries.proved, pipeline.canaries.unproved
+                inexact = [name for name, loader in run.tasks.loaders.items() if not loader.exact]
             else:
                 reason, steps = over.reason, over.steps
-                proved, unproved = None, 0
+                proved, unproved, inexact = None, 0, []
                 config = run.start.config
                 config = evolve(config, trainer=evolve(config.trainer, steps=steps))
                 emit(_started(config, run, over.buffer))
@@ -207,6 +210,7 @@ async def _train(run: RunContext, interruptible: Callable[[Pipeline], None]) -> 
         began=run.step,
         proved=proved,
         unproved=unproved,
+        inexact=inexact,
     )
 
 
@@ -397,11 +401,13 @@ async def _pipeline(
     run.warnings += found_odd.items()
     buffer, loaders, places = parts.buffer(), _loaders(config, run.tasks, prompts), parts.places()
     for loader in run.tasks.loaders.values():
+        loader.status = run.trackers.status
         loader.slots = (config.pipeline.max_staleness + 1) * config.trainer.prompts_per_step
     stream = PromptStream(sampler=parts.sampler(), loaders=loaders, name=config.sampler.name)
     _restore(run, checkpoint.restore, buffer, loaders, stream)
     if run.start.found is not None:  # a dataloader that does not give its rows again is an error now
-        await gather(loader.first(1) for loader in loaders.values())
+        with wrong_input():
+            await gather(loader.first(1) for loader in loaders.values())
     engine = WeightsTrackingEngine(engines["engine"], partial(_check_held, parts, run, engines["engine"]))
     own = engines.get("validation.engine")
     validation = parts.validation(

@@ -9,15 +9,15 @@ from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
-from attrs import define, field, fields_dict, frozen
+from attrs import define, evolve, field, fields_dict, frozen
 
 from grpo_core.config import RowOptions, TaskConfig
-from grpo_core.contracts.errors import ConfigError, PluginError, did_you_mean
+from grpo_core.contracts.errors import ConfigError, PluginError, did_you_mean, wrong_input
 from grpo_core.contracts.records import Prompt
 from grpo_core.data.choice import DataChoice, check_there, choose
 from grpo_core.data.files import Ranges, check_apart
 from grpo_core.data.leakage import digest
-from grpo_core.data.loaders import Convert, IndexedLoader, LookAhead, StreamLoader, Thread
+from grpo_core.data.loaders import Convert, IndexedLoader, LookAhead, StreamLoader, Thread, converted
 from grpo_core.data.permutation import some
 from grpo_core.data.rows import (
     RowReader,
@@ -93,48 +93,43 @@ class TaskData:
     async def _train(self, first: int) -> Sequence[Prompt]:
         if self.choice is None:
             return await self._own("train")
-        if self.loader is None and self._at_hand is None:
-            await self._open(self.choice)
-        if self._at_hand is not None and self.loader is None:
-            return self._at_hand
-        assert self.loader is not None
-        if (read := self._at_hand) is None:
-            return await self.loader.first(first)
-        found = await converted(read.raw[:first], self.loader.reader, read.places, self.environment.convert)
-        return SomePrompts(found, read.digests)
+        with wrong_input():
+            if self.loader is None and self._at_hand is None:
+                await self._open(self.choice)
+            if self._at_hand is not None and self.loader is None:
+                return self._at_hand
+            assert self.loader is not None
+            if (read := self._at_hand) is None:
+                return await self.loader.first(first)
+            source = await self._source(self.choice)
+            return SomePrompts(await source.prompts(read.raw[:first], read.places), read.digests)
 
     async def _open(self, choice: DataChoice) -> None:
         """Make the loader of rows that are read ahead, or read those that are prompts at hand."""
-        opening = partial(
-            open_loader,
-            self.task,
-            choice.text,
-            self._factory(choice),
-            choice.rows,
-            seed=self.seed,
-            deadline=self.deadline,
-            convert=self.environment.convert,
-        )
-        loader = await opening()
+        source = await self._source(choice)
+        loader = await source.training()
         if isinstance(loader, StreamLoader) and self.tries and choice.rows.exact:
             loader.close()
-            tried = await self._try(choice, loader.thread)
-            loader = await opening(without=tried.without)
+            loader = await source.training(await self._try(choice, source, loader.thread))
+        loader.warn = self.notes.__setitem__
         self._at_hand = loader.read_rows if isinstance(loader, IndexedLoader) else None
         if not (isinstance(loader, IndexedLoader) and loader.at_hand):
             self.loader = loader
 
-    async def _try(self, choice: DataChoice, thread: Thread) -> Tried:
-        """Try a stream that a plugin makes, and note what was found.  Raises ConfigError, PluginError."""
-        who, split = self._who(choice), choice.split("train")
+    async def _try(self, choice: DataChoice, source: Source, thread: Thread) -> Collection[str]:
+        """Try a stream that a plugin makes; return fields that differ each time a row is read.
+
+        Notes what was found.  Raises ConfigError, PluginError.
+        """
         if self.host.of_program(choice.name):  # objects of a program are proved when the run is resumed
-            return Tried(0, frozenset(), "", 0.0)
+            return ()
+        who, split = source.who, choice.split("train")
         reading = await read_elsewhere(
             self.host.selection, choice.name, split, choice.options, who, seconds=self.deadline
         )
-        make = partial(self._factory(choice), "train")
+        make = partial(source.make, "train")
         try:
-            tried: Tried = await called(who, thread, partial(compare, reading, make, who), self.deadline)
+            tried: Tried = await source.called(thread, partial(compare, reading, make, who))
         finally:
             thread.close()
         if tried.without:
@@ -147,7 +142,7 @@ class TaskData:
                 f"{who}: its state lacks {tried.lost}, so a resumed run reads all rows again and compares: "
                 f"about {max(1, round(1e6 * tried.seconds)):,} s for a million rows"
             )
-        return tried
+        return tried.without
 
     # ------------------------------------------------------------------------------ held-out prompts
 
@@ -163,27 +158,22 @@ class TaskData:
             if found is None:  # a file has one split, all of which is held out
                 found = await self._held_out(self.held_out, "train", first)
             if found is None:
-                raise ConfigError(f"{self._who(self.held_out)}: it has no held-out prompts")
+                raise ConfigError(
+                    f"task {self.task!r}: dataloader {self.held_out.text!r}: it has no held-out prompts"
+                )
             return found
         return None if self.choice is None else await self._held_out(self.choice, "validation", first)
 
     async def _held_out(self, choice: DataChoice, split: str, first: int) -> Sequence[Prompt] | None:
+        source = await self._source(choice)
+
         def make(_: str) -> Any:
-            rows = self._factory(choice)(split)
+            rows = source.make(split)
             if isinstance(rows, Ranges) and self.choice is not None and self.choice.same(choice):
-                check_apart(self._factory(self.choice)("train"), rows, self._who(choice))
+                check_apart(Making(self.host, self.choice)("train"), rows, source.who)
             return rows
 
-        return await open_held_out(
-            self.task,
-            choice.text,
-            make,
-            choice.rows,
-            first,
-            seed=self.seed,
-            deadline=self.deadline,
-            convert=self.environment.convert,
-        )
+        return await evolve(source, make=make).held_out(first)
 
     # ------------------------------------------------------------------------------ shared
 
@@ -206,11 +196,17 @@ class TaskData:
             )
         return prompts
 
-    def _factory(self, choice: DataChoice) -> Making:
-        return Making(self.host, choice)
-
-    def _who(self, choice: DataChoice) -> str:
-        return who_of(self.task, choice.text)
+    async def _source(self, choice: DataChoice) -> Source:
+        converts = await self.environment.convert([]) is not None
+        return Source(
+            self.task,
+            choice.text,
+            Making(self.host, choice),
+            choice.rows,
+            self.seed,
+            self.deadline,
+            self.environment.convert if converts else None,
+        )
 
 
 @frozen
@@ -224,152 +220,131 @@ class Making:
         return self.host.make("dataloader", self.choice.name, self.choice.split(split), **self.choice.options)
 
 
-def who_of(task: str, name: str) -> str:
-    """Return the name of a dataloader in messages."""
-    return f"task {task!r}: dataloader {name!r}"
+@frozen
+class Source:
+    """A dataloader of a task, and the way in which its rows become prompts."""
 
+    task: str
+    name: str
+    """Name of the dataloader, for messages."""
+    make: Callable[[str], Any]
+    """Makes the dataloader of a split."""
+    options: RowOptions
+    seed: int = 0
+    """Seed of the shuffling, and of the choice of held-out prompts."""
+    deadline: float = 120.0
+    """Seconds for making it, and for each wait for a prompt."""
+    convert: Convert | None = None
+    """Lets the environment make the prompts."""
 
-async def open_loader(
-    task: str,
-    name: str,
-    make: Callable[[str], Any],
-    options: RowOptions,
-    *,
-    seed: int = 0,
-    deadline: float = 120.0,
-    convert: Convert | None = None,
-    without: Collection[str] = (),
-) -> LookAhead:
-    """Make a dataloader on a thread, and return the loader of its training rows.
+    @property
+    def who(self) -> str:
+        """The dataloader in messages."""
+        return f"task {self.task!r}: dataloader {self.name!r}"
 
-    Rows that can be read before the run begins are read.
+    async def training(self, without: Collection[str] = ()) -> LookAhead:
+        """Make the dataloader on a thread, and return the loader of its training rows.
 
-    Args:
-        task: name of the task.
-        name: name of the dataloader, for messages.
-        make: makes the dataloader of a split.
-        options: how rows become prompts.
-        seed: seed of the shuffling.
-        deadline: seconds for making it, and for each wait for a prompt.
-        convert: lets the environment make the prompts.
-        without: fields of a stream that differ each time a row is read.
+        Rows that can be read before the run begins are read.
 
-    Raises PluginError, ConfigError.
-    """
-    who, thread = who_of(task, name), Thread(name)
-    rows = await made(who, thread, lambda: make("train"), options, deadline)
-    if rows is None:
-        raise PluginError(f"{who}: it is None for 'train'; expected rows")
-    waiting: dict[str, Any] = {"deadline": deadline, "convert": convert, "thread": thread}
-    if not is_sized(rows):
-        again = partial(make, "train")
-        return StreamLoader(task, name, again, options, first=rows, without=without, **waiting)
-    if not await called(who, thread, lambda: len(rows), deadline):
-        raise ConfigError(f"{who} is empty: it has no rows; expected at least one")
-    waiting |= {"seed": seed, "name": name, "options": options}
-    if not is_at_hand(rows):
-        indexed = IndexedLoader(task, rows, at_hand=False, **waiting)
-        await called(who, thread, indexed.__len__, deadline)  # rows may be used on their thread alone
-        return indexed
-    converts = convert is not None and await convert([]) is not None
-    read = ReadRows(rows, RowReader(task, who, options), converts=converts)
-    await asyncio.to_thread(read.open)
-    loader = IndexedLoader(task, read.raw if converts else read, at_hand=not converts, **waiting)
-    loader.read_rows = read
-    return loader
+        Args:
+            without: fields of a stream that differ each time a row is read.
 
-
-async def open_held_out(
-    task: str,
-    name: str,
-    make: Callable[[str], Any],
-    options: RowOptions,
-    first: int,
-    *,
-    seed: int = 0,
-    deadline: float = 120.0,
-    convert: Convert | None = None,
-) -> Sequence[Prompt] | None:
-    """Return the held-out prompts of a dataloader; None if it has none.
-
-    Where they are not all at hand, as many as ``first`` are chosen by the seed, or the first of a stream.
-
-    Args: as of ``open_loader``.
-
-    Raises PluginError, ConfigError.
-    """
-    who, thread, key = who_of(task, name), Thread(name), f"{seed}/validation/{task}"
-    try:
-        rows = await made(who, thread, lambda: make("validation"), options, deadline)
+        Raises PluginError, ConfigError.
+        """
+        thread = Thread(self.name)
+        rows = await self._rows("train", thread)
         if rows is None:
-            return None
-        reader = RowReader(task, who, options)
-        places: Sequence[int]
-        if is_sized(rows) and is_at_hand(rows):
-            converts = convert is not None and await convert([]) is not None
-            read = ReadRows(rows, reader, converts=converts)
-            await asyncio.to_thread(read.open)
-            if not converts:
-                return read
-            chosen, raw = some(len(read), first, key), read.raw
-            digests = [read.digests[nth] for nth in chosen]
-            places = [read.places[nth] for nth in chosen]
-            prompts = await converted([raw[nth] for nth in chosen], reader, places, convert)
-            return SomePrompts(prompts, digests, len(read))
-        if is_sized(rows):
-            known = await called(who, thread, lambda: len(rows), deadline)
-            places = some(known, first, key)
-            found = await called(who, thread, lambda: [rows[place] for place in places], deadline)
-        else:
-            found = await called(who, thread, lambda: list(islice(rows, first)), deadline)
-            places, known = range(len(found)), 0 if len(found) == first else len(found)
-        prompts = await converted(found, reader, places, convert)
-        return SomePrompts(prompts, [digest(prompt) for prompt in prompts], known)
-    finally:
-        thread.close()
+            raise PluginError(f"{self.who}: it is None for 'train'; expected rows")
+        named: dict[str, Any] = {"name": self.name, "options": self.options}
+        named |= {"deadline": self.deadline, "convert": self.convert, "thread": thread}
+        if not is_sized(rows):
+            again = partial(self.make, "train")
+            return StreamLoader(self.task, make=again, first=rows, without=without, **named)
+        if not await self.called(thread, lambda: len(rows)):
+            raise ConfigError(f"{self.who} is empty: it has no rows; expected at least one")
+        if not is_at_hand(rows):
+            indexed = IndexedLoader(self.task, rows, seed=self.seed, at_hand=False, **named)
+            await self.called(thread, indexed.__len__)  # rows may be used on their thread alone
+            return indexed
+        read = await self._read(rows)
+        given = read if self.convert is None else read.raw
+        loader = IndexedLoader(self.task, given, seed=self.seed, at_hand=self.convert is None, **named)
+        loader.read_rows = read
+        return loader
 
+    async def held_out(self, first: int) -> Sequence[Prompt] | None:
+        """Return the held-out prompts of the dataloader; None if it has none.
 
-async def converted(
-    rows: Sequence[Any], reader: RowReader, places: Sequence[int], convert: Convert | None
-) -> list[Prompt]:
-    """Return the prompts of rows."""
-    reader.check_named(rows)
-    prompts: list[Prompt] = []
-    fields = [reader.fields(row, place) for row, place in zip(rows, places, strict=False)]
-    for begin in range(0, len(rows), AT_ONCE):
-        some = fields[begin : begin + AT_ONCE]
-        found = None if convert is None else await convert(some)
-        if found is None:
-            part = zip(rows[begin:], some, places[begin:], strict=False)
-            found = [reader.prompt(row, its, place) for row, its, place in part]
-        prompts += found
-    return prompts
+        Where they are not all at hand, as many as ``first`` are chosen by the seed, or the first of a stream.
 
+        Raises PluginError, ConfigError.
+        """
+        thread, key = Thread(self.name), f"{self.seed}/validation/{self.task}"
+        try:
+            rows = await self._rows("validation", thread)
+            if rows is None:
+                return None
+            places: Sequence[int]
+            if is_sized(rows) and is_at_hand(rows):
+                read = await self._read(rows)
+                if self.convert is None:
+                    return read
+                chosen, raw = some(len(read), first, key), read.raw
+                digests = [read.digests[nth] for nth in chosen]
+                places = [read.places[nth] for nth in chosen]
+                return SomePrompts(
+                    await self.prompts([raw[nth] for nth in chosen], places), digests, len(read)
+                )
+            if is_sized(rows):
+                known = await self.called(thread, lambda: len(rows))
+                places = some(known, first, key)
+                found = await self.called(thread, lambda: [rows[place] for place in places])
+            else:
+                found = await self.called(thread, lambda: list(islice(rows, first)))
+                places, known = range(len(found)), 0 if len(found) == first else len(found)
+            prompts = await self.prompts(found, places)
+            return SomePrompts(prompts, [digest(prompt) for prompt in prompts], known)
+        finally:
+            thread.close()
 
-async def made(
-    who: str, thread: Thread, make: Callable[[], Any], options: RowOptions, deadline: float
-) -> Any:
-    """Make a dataloader on its thread; return its rows, or None."""
+    async def prompts(self, rows: Sequence[Any], places: Sequence[int]) -> list[Prompt]:
+        """Return the prompts of some rows."""
+        reader, prompts = RowReader(self.task, self.who, self.options), list[Prompt]()
+        reader.check_named(rows)
+        read = [(row, reader.fields(row, place), place) for row, place in zip(rows, places, strict=False)]
+        for begin in range(0, len(read), AT_ONCE):
+            prompts += await converted(reader, self.convert, read[begin : begin + AT_ONCE])
+        return prompts
 
-    def call() -> Any:
-        ignore_warnings_of_torchdata()
-        given = make()
-        return None if given is None else readable(given, who, exact=options.exact)
+    async def called(self, thread: Thread, call: Callable[[], Any]) -> Any:
+        """Call the dataloader on its thread.  Raises PluginError or another GrpoError."""
+        try:
+            async with asyncio.timeout(self.deadline):
+                return await thread(call)
+        except TimeoutError:
+            raise PluginError(
+                f"{self.who} gave no rows within {self.deadline:g} s (environment.start_deadline); it is not "
+                "made yet"
+            ) from None
+        except Exception as error:
+            raise raised(self.who, "it", error) from error
 
-    return await called(who, thread, call, deadline)
+    async def _rows(self, split: str, thread: Thread) -> Any:
+        """Make the dataloader of a split on its thread; return its rows, or None."""
 
+        def call() -> Any:
+            ignore_warnings_of_torchdata()
+            given = self.make(split)
+            return None if given is None else readable(given, self.who, exact=self.options.exact)
 
-async def called(who: str, thread: Thread, call: Callable[[], Any], deadline: float) -> Any:
-    """Call a dataloader on its thread.  Raises PluginError or another GrpoError."""
-    try:
-        async with asyncio.timeout(deadline):
-            return await thread(call)
-    except TimeoutError:
-        raise PluginError(
-            f"{who} gave no rows within {deadline:g} s (environment.start_deadline); it is not made yet"
-        ) from None
-    except Exception as error:
-        raise raised(who, "it", error) from error
+        return await self.called(thread, call)
+
+    async def _read(self, rows: Sequence[Any]) -> ReadRows:
+        reader = RowReader(self.task, self.who, self.options)
+        read = ReadRows(rows, reader, converts=self.convert is not None)
+        await asyncio.to_thread(read.open)
+        return read
 
 
 def choices(name: str, task: TaskConfig, host: PluginHost) -> tuple[DataChoice | None, DataChoice | None]:

@@ -114,7 +114,9 @@ def train(
         *(['tracking.terminal.view="json"'] if as_json else []),
     ]
     chosen = {"sampler": sampler, "validation": validation, "engine": engine, "trainer": trainer}
-    changes = _with_data(_changes(env, chosen, settings, model), env, data, dataloader)
+    if dataloader is not None:
+        raise ConfigError(f"--dataloader is called --data here: --data {dataloader}")
+    changes = _with_data(_changes(env, chosen, settings, model), env, "data", data)
     block = no_plugin or []
     if ray is not None:
         changes = merge(changes, {"placement": {"name": "ray", "options": {"address": ray}}})
@@ -170,6 +172,7 @@ def validate(
     /,
     *,
     env: Words = None,
+    data: str | None = None,
     only: Words = None,
     step: int | None = None,
     validation: str | None = None,
@@ -188,6 +191,8 @@ def validate(
     env
         Environment to validate on, as "math:sort"; may be repeated.  Default: the tasks and validation sets
         of the run.
+    data
+        Held-out prompts of the task of --env, as "held_out.jsonl".
     only
         Task or validation set of the run to measure; may be repeated.  Default: all.
     step
@@ -206,7 +211,8 @@ def validate(
     no_plugin
         Do not load this installed plugin; may be repeated.
     """
-    changes = _changes(env, {"validation": validation, "engine": engine}, set_)
+    chosen = {"validation": validation, "engine": engine}
+    changes = _with_data(_changes(env, chosen, set_), env, "validation_data", data)
     why = "validate measures the model as it is and does not use this key"
     check_settings(parse_settings(set_ or []), MEASURED_BY, why, but=["tasks.*.weight"])
     measurement = measuring.prepare(
@@ -241,18 +247,14 @@ def verify(run: Path, /) -> int:
     return 1 if found.findings else 0
 
 
-def _with_data(
-    changes: Mapping[str, Any], env: Words, data: str | None, dataloader: str | None
-) -> Mapping[str, Any]:
-    """Add the prompts of --data to the task of --env.  Raises ConfigError without exactly one."""
-    if dataloader is not None:
-        raise ConfigError(f"--dataloader is called --data here: --data {dataloader}")
+def _with_data(changes: Mapping[str, Any], env: Words, key: str, data: str | None) -> Mapping[str, Any]:
+    """Set a key of the task of --env to the prompts of --data.  Raises ConfigError without exactly one."""
     if data is None:
         return changes
     if len(env or []) != 1:
         raise ConfigError(f"--data {data}: it needs one --env, whose prompts it names; got {len(env or [])}")
     task = next(iter(tasks_of(env or [])))
-    return merge({"tasks": {task: {"data": data}}}, changes)
+    return merge({"tasks": {task: {key: data}}}, changes)
 
 
 def _changes(
@@ -292,7 +294,8 @@ def _summary(outcome: build.Outcome) -> str:
     learnt = ", ".join(f"{task}: validation {score}" for task, score in scores if score)
     now = f", {outcome.step - outcome.began} of them now" if outcome.began else ""
     did = f"{outcome.step} of {outcome.steps} steps{now} in {outcome.seconds:.0f} s"
-    line = f"{outcome.reason}: {learnt + '; ' if learnt else ''}{did}; run: {outcome.directory}"
+    inexact = f"; position not exact: {', '.join(outcome.inexact)}" if outcome.inexact else ""
+    line = f"{outcome.reason}: {learnt + '; ' if learnt else ''}{did}{inexact}; run: {outcome.directory}"
     if outcome.unproved < DOUBTFUL:
         return line
     return (

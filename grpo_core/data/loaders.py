@@ -21,13 +21,13 @@ from typing import Any, TypeVar
 from attrs import asdict, field, frozen
 
 from grpo_core.config import RowOptions
-from grpo_core.contracts.errors import CheckpointError, GrpoError, PluginError
+from grpo_core.contracts.errors import CheckpointError, GrpoError, PluginError, describe
 from grpo_core.contracts.records import Prompt
 from grpo_core.data.order import ShuffledOrder
 from grpo_core.data.positions import Fingerprint, difference, fingerprint
-from grpo_core.data.repeats import Ids
+from grpo_core.data.repeats import Beginnings, Ids
 from grpo_core.data.rows import RowReader, plain, raised, readable
-from grpo_core.data.sources import RawRows
+from grpo_core.data.sources import RawRows, ReadRows
 from grpo_core.data.states import packed
 from grpo_core.data.streams import EVERY, Mark, Saved, Stream, loses_state, refusal, resumed
 from grpo_core.data.workers import readers_of
@@ -41,6 +41,8 @@ RECENT = 65_536
 """Number of prompts whose places are remembered, and whose ids are compared."""
 PART = 0.5
 """Seconds after which rows that were read become prompts, although more are wanted."""
+SAYS_EVERY = 5.0
+"""Seconds between two reports of rows that are counted."""
 PROVED = 32
 """Number of rows by index that a resumed run reads again."""
 
@@ -123,6 +125,20 @@ class Part:
     """Whether it begins a resumed run."""
 
 
+async def converted(
+    reader: RowReader, convert: Convert | None, rows: Sequence[tuple[Any, Mapping[str, Any], int]]
+) -> list[Prompt]:
+    """Return the prompts of rows, which are given with their fields and places."""
+    made = await convert([fields for _, fields, _ in rows]) if convert is not None and rows else None
+    if made is None:
+        return [reader.prompt(*each) for each in rows]
+    if len(made) != len(rows):
+        raise PluginError(
+            f"{reader.who}: the environment made {len(made)} prompts of {len(rows)} rows; expected one each"
+        )
+    return made
+
+
 class LookAhead:
     """A loader whose rows are read ahead on a thread; a subclass reads them.
 
@@ -145,7 +161,8 @@ class LookAhead:
         convert: Convert | None = None,
         thread: Thread | None = None,
     ) -> None:
-        self.task, self.name, self.who = task, name, f"task {task!r}: dataloader {name!r}"
+        self.task, self.name = task, name
+        self.who = f"task {task!r}: dataloader {name!r}" if name else f"task {task!r}: its data"
         self.options, self.reader = options, RowReader(task, self.who, options)
         self.fits: Callable[[Prompt], bool] = lambda prompt: True
         """Whether a prompt is kept; the others are left out."""
@@ -169,6 +186,8 @@ class LookAhead:
         """Largest number of prompts that are in use at once."""
         self.warn: Callable[[str, str], None] = lambda cause, message: None
         """Called with the cause and the text of a warning."""
+        self.status: Callable[[str], None] = lambda message: None
+        """Called with what the loader is doing, where that takes long."""
         self._ids = Ids(self.who)
         self._named = False
         """Whether the named fields have been found in the first rows."""
@@ -183,6 +202,7 @@ class LookAhead:
             "_changed": None,
             "_convert": None,
             "warn": None,
+            "status": None,
         }
         return {**self.__dict__, **dropped, "fits": None, "_ahead": deque()}
 
@@ -190,12 +210,17 @@ class LookAhead:
         self.__dict__ |= state
         self.thread = Thread(self.who)
         self.fits, self._changed = lambda prompt: True, lambda: None
-        self.warn = lambda cause, message: None
+        self.warn, self.status = lambda cause, message: None, lambda message: None
 
     @property
     def size(self) -> int | None:
         """Number of rows of an epoch; None if it is unknown."""
         return None
+
+    @property
+    def exact(self) -> bool:
+        """Whether a resumed run proves the position."""
+        return True
 
     # ------------------------------------------------------------------------------ of a subclass
 
@@ -287,11 +312,8 @@ class LookAhead:
 
     async def _add(self, part: Part) -> None:
         """Convert rows, and add their prompts to the look-ahead."""
-        prompts = await self._converted([fields for *_, fields in part.rows])
-        if prompts is None:
-            prompts = [
-                self.reader.prompt(row, fields, self.origin(place)) for _, place, row, fields in part.rows
-            ]
+        rows = [(row, fields, self.origin(place)) for _, place, row, fields in part.rows]
+        prompts = await converted(self.reader, self._convert, rows)
         self.kept(part)
         for (number, place, row, _), prompt in zip(part.rows, prompts, strict=True):
             packed(plain(prompt), f"{self.who}, row {place + 1}")
@@ -318,18 +340,6 @@ class LookAhead:
         near = self._wanted + self.slots
         if warning := self._ids.add(id, epoch, number, near=near, hint=hint):
             self.warn(f"repeated_ids/{self.task}", warning)
-
-    async def _converted(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt] | None:
-        if self._convert is None or not rows:
-            return None
-        made = await self._convert(rows)
-        if made is None:
-            self._convert = None
-        elif len(made) != len(rows):
-            raise PluginError(
-                f"{self.who}: the environment made {len(made)} prompts of {len(rows)} rows; expected one each"
-            )
-        return made
 
     def _late(self) -> PluginError:
         left_out = f", of which {self.left_out:,} are left out" if self.left_out else ""
@@ -421,7 +431,13 @@ class LookAhead:
         }
         self._ahead.clear()
         self._ids = Ids(self.who)  # rows that were read before are read again
-        self._restore(state["position"])
+        try:
+            self._restore(state["position"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{self.who}: its position in the checkpoint is of another kind of dataloader or version "
+                f"({describe(error)}); resume with what the run was started with, or start a new run"
+            ) from error
 
     def _position(self) -> Any:
         raise NotImplementedError
@@ -440,7 +456,6 @@ class StreamLoader(LookAhead):
         make: makes the stream; called on the thread.
         first: the stream that was made already.
         without: fields that differ each time a row is read.
-        progress: called with the numbers of rows that were read and are to be read, while rows are counted.
     """
 
     def __init__(
@@ -452,34 +467,39 @@ class StreamLoader(LookAhead):
         *,
         first: Any = None,
         without: Collection[str] = (),
-        progress: Callable[[int, int], None] = lambda read, wanted: None,
         **waiting: Any,
     ) -> None:
         super().__init__(task, name, options, **waiting)
-        self._make, self._first, self._progress_of_counting = make, first, progress
+        self._make, self._first = make, first
         self.without = set(without)
         self._stream = Stream(self._made, self.who)
         self._marks: deque[Mark] = deque()
         self._since: deque[Fingerprint] = deque()
         """Fingerprints of the rows since the first mark."""
         self._behind: Mark | None = None
+        self._beginnings = Beginnings()
+        self._said = time.monotonic()
+        """Last time when counted rows were reported."""
         self._epochs: dict[int, int] = {}
         """Epochs of the rows that were read and not yet added to the look-ahead, by number."""
         self._resume: Saved | Mark | None = None
         """Where a resumed run continues, until its first row is read."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_stream": None, "_first": None, "_progress_of_counting": None}
+        return {**super().__getstate__(), "_stream": None, "_first": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._progress_of_counting = lambda read, wanted: None
         self._stream = Stream(self._made, self.who)
         self._restore(self._position())
 
+    @property
+    def exact(self) -> bool:
+        return self.options.exact
+
     def _made(self) -> Any:
         given, self._first = self._first, None
-        return readable(self._make() if given is None else given, self.who, exact=self.options.exact)
+        return readable(self._make() if given is None else given, self.who, exact=self.exact)
 
     def read(self, n: int) -> Part:
         if (resume := self._resume) is not None:
@@ -488,16 +508,16 @@ class StreamLoader(LookAhead):
         rows, since = list[tuple[int, int, Any]](), list[Fingerprint]()
         until = time.monotonic() + PART
         while len(rows) < n and (not rows or time.monotonic() < until):
-            if self.options.exact and stream.row % EVERY == 0:
+            if self.exact and stream.row % EVERY == 0:
                 marks.append(stream.mark(counts=self._counts()))
             number, row = stream.row, stream.next()
             self._epochs[number] = stream.epoch
             if not number:
                 stream.mark(counts=False)  # a state that no checkpoint can hold is an error now
             rows.append((number, number, row))
-            if self.options.exact:
+            if self.exact:
                 since.append(fingerprint(row, self.without))
-        behind = None if self.options.exact else stream.mark(counts=False)
+        behind = None if self.exact else stream.mark(counts=False)
         return Part(rows=self._fields(rows), since=since, marks=marks, behind=behind)
 
     def epoch_of(self, row: int) -> int:
@@ -516,7 +536,7 @@ class StreamLoader(LookAhead):
         if isinstance(resume, Mark):
             self._stream.restore(resume)
             return Part(rows=[], since=[], behind=resume)
-        rows, mark = resumed(self._stream, resume, progress=self._progress_of_counting), resume.mark
+        rows, mark = resumed(self._stream, resume, progress=self._counted), resume.mark
         since: list[Fingerprint] = [fingerprint(row, self.without) for row, _ in rows]
         ahead = list[tuple[int, int, Any]]()
         for number, (row, epoch) in enumerate(rows, mark.row):
@@ -525,10 +545,30 @@ class StreamLoader(LookAhead):
                 self._epochs[number] = epoch
         return Part(rows=self._fields(ahead), since=since, marks=[mark], again=True)
 
+    def _compare_epochs(self, part: Part) -> None:
+        """Warn if the second epoch begins as the first did."""
+        for (number, *_), row in zip(part.rows, part.since, strict=False):
+            if self._beginnings.repeated(self._epochs[number], row):
+                self.warn(
+                    f"same_order/{self.task}",
+                    f"{self.who}: it gives its rows in the same order in each epoch; let it shuffle anew in "
+                    "set_epoch(epoch), or return rows with a length, which the core shuffles",
+                )
+
+    def _counted(self, read: int, wanted: int) -> None:
+        """Report rows that are counted: the deadline of a prompt is that of a row meanwhile."""
+        now = time.monotonic()
+        self._progress = now
+        if now - self._said > SAYS_EVERY:
+            self._said = now
+            self.status(f"{self.who}: counting its rows: {read:,} of {wanted:,}")
+
     def kept(self, part: Part) -> None:
         if part.again:
             self._marks.clear()
             self._since.clear()
+        else:
+            self._compare_epochs(part)
         self._marks += part.marks
         self._since += part.since
         self._behind = part.behind or self._behind
@@ -542,7 +582,7 @@ class StreamLoader(LookAhead):
     def _position(self) -> Any:
         if self._resume is not None:  # nothing was read since the run was resumed
             return self._saved(self._resume)
-        if not self.options.exact:
+        if not self.exact:
             return self._saved(self._behind or Mark(0, 0, 0))
         mark = self._marks[0] if self._marks else Mark(0, 0, 0)
         return self._saved(Saved(mark, list(self._since), self.without))
@@ -575,7 +615,6 @@ class IndexedLoader(LookAhead):
         rows: the prompts, with unique ids; or rows that are read ahead.
         seed: seed of the shuffling.
         at_hand: whether the rows are prompts that can be read at once.
-        without: fields that differ each time a row is read.
     """
 
     def __init__(
@@ -587,14 +626,12 @@ class IndexedLoader(LookAhead):
         name: str = "",
         options: RowOptions | None = None,
         at_hand: bool = True,
-        without: Collection[str] = (),
         **waiting: Any,
     ) -> None:
         super().__init__(task, name, options or RowOptions(), **waiting)
-        self.without = set(without)
         self._rows, self._seed, self.at_hand = rows, seed, at_hand
         self._number: int | None = None
-        self.read_rows: Any = None
+        self.read_rows: ReadRows | None = None
         """All rows, if they have been read before the run."""
         self._read_until = 0
         """Number of the next row to read ahead."""
@@ -678,7 +715,7 @@ class IndexedLoader(LookAhead):
             rows.append((self._read_until, place, self._rows[place]))
             self._read_until += 1
         proving = [] if self._known else rows
-        since: list[Fingerprint] = [fingerprint(row, self.without) for _, _, row in proving]
+        since: list[Fingerprint] = [fingerprint(row) for _, _, row in proving]
         return Part(rows=self._fields(rows), since=since)
 
     def epoch_of(self, row: int) -> int:
@@ -689,7 +726,7 @@ class IndexedLoader(LookAhead):
 
     def _prove(self, proof: Sequence[tuple[int, Fingerprint]]) -> None:
         """Raise ConfigError unless rows are those of the checkpoint."""
-        found = [fingerprint(self._rows[self._order[number]], self.without) for number, _ in proof]
+        found = [fingerprint(self._rows[self._order[number]]) for number, _ in proof]
         if (differs := difference([each for _, each in proof], found, proof[0][0])) is not None:
             raise refusal(self.who, self._rows, differs)
 
@@ -703,20 +740,8 @@ class IndexedLoader(LookAhead):
     # ------------------------------------------------------------------------------ checkpoints
 
     def state_dict(self, unfinished: Mapping[int, Prompt] = NO_PROMPTS) -> dict[str, Any]:
-        """Return the position and what determines the rows.
-
-        Prompts at hand that are unfinished are not part of it: they are found again by their ids.
-        """
-        if self.at_hand:
-            return {**self._source, "taken": self.rows}
-        return super().state_dict(unfinished)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not self.at_hand:
-            super().load_state_dict(state)
-            return
-        self._compare(state)
-        self.rows = state["taken"]
+        """Return the position; prompts at hand that are unfinished are found again by their ids."""
+        return super().state_dict(NO_PROMPTS if self.at_hand else unfinished)
 
     def _position(self) -> Any:
         return {**self._source, "since": [list(each) for each in self._proof or self._since]}

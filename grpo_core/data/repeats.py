@@ -8,7 +8,10 @@ from hashlib import blake2b
 
 from grpo_core.contracts.errors import PluginError
 from grpo_core.contracts.records import Prompt
+from grpo_core.data.positions import Fingerprint, difference
 
+COMPARED = 8
+"""Number of first rows that show whether two epochs have one order."""
 WINDOW = 65_536
 """Number of the last rows whose ids are compared."""
 
@@ -23,6 +26,21 @@ def exact_digest(prompt: Prompt) -> bytes:
         for message in prompt.messages
     ]
     return blake2b(json.dumps(messages, sort_keys=True, default=repr).encode(), digest_size=16).digest()
+
+
+class Beginnings:
+    """The first rows of the first two epochs of a stream, which show whether it repeats its order."""
+
+    def __init__(self) -> None:
+        self._rows: tuple[list[Fingerprint], list[Fingerprint]] = [], []
+
+    def repeated(self, epoch: int, row: Fingerprint) -> bool:
+        """Note a row; return whether the second epoch has now begun with the rows of the first."""
+        if epoch > 1 or len(self._rows[epoch]) == COMPARED:
+            return False
+        self._rows[epoch].append(row)
+        first, second = self._rows
+        return len(second) == COMPARED and difference(first, second) is None and len(first) == COMPARED
 
 
 class Ids:

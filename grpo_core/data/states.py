@@ -1,11 +1,9 @@
-"""States of dataloaders, and prompts, as JSON values and arrays; never a pickle.
+"""States of dataloaders, and prompts, as JSON values; never a pickle.
 
     packed({"n": 3, "rng": (1, array([5, 6]))})
-        -> {"n": 3, "rng": {"$": "tuple", "of": [1, {"$": "array", "dtype": "<i8", "shape": [2], "at": 0}]}},
-           [b"..."]
+        -> {"n": 3, "rng": {"$": "tuple", "of": [1, {"$": "array", "dtype": "<i8", "shape": [2], "of": ...}]}}
 
-JSON values stay as they are; everything else is an object with the key ``$``.  The bytes of arrays and
-tensors are kept separately, and ``to_safetensors`` writes them to a file.
+JSON values stay as they are; everything else is an object with the key ``$``.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import decimal
 import math
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_core.contracts.errors import PluginError
@@ -32,97 +30,76 @@ _AS_TEXT: Mapping[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] 
 """Types that are written as text; a datetime is a date as well, and comes first."""
 
 
-def packed(value: Any, who: str = "the state") -> tuple[Any, list[bytes]]:
-    """Return a value as JSON values, and the bytes of its arrays.
+def packed(value: Any, who: str = "the state") -> Any:
+    """Return a value as JSON values.
 
     Raises PluginError, which says where in ``who`` it is, for a value that cannot be kept without a pickle.
     """
-    arrays: list[bytes] = []
     try:
-        return _packed(value, arrays, who), arrays
+        return _packed(value, who)
     except RecursionError:
         raise PluginError(f"{who} contains itself, or is nested too deeply to be saved") from None
 
 
-def unpacked(value: Any, arrays: Sequence[bytes]) -> Any:
+def unpacked(value: Any) -> Any:
     """Invert ``packed``.  Raises ValueError for anything that ``packed`` does not return."""
     if isinstance(value, list):
-        return [unpacked(each, arrays) for each in value]
+        return [unpacked(each) for each in value]
     if not isinstance(value, dict):
         return value
     if _TAG not in value:
-        return {key: unpacked(each, arrays) for key, each in value.items()}
+        return {key: unpacked(each) for key, each in value.items()}
     match value:
         case {"$": "tuple", "of": list(items)}:
-            return tuple(unpacked(each, arrays) for each in items)
+            return tuple(unpacked(each) for each in items)
         case {"$": "set", "of": list(items)}:
-            return {unpacked(each, arrays) for each in items}
+            return {unpacked(each) for each in items}
         case {"$": "dict", "of": list(items)}:
-            return {unpacked(key, arrays): unpacked(each, arrays) for key, each in items}
+            return {unpacked(key): unpacked(each) for key, each in items}
         case {"$": "float", "of": str(text)}:
             return float(text)
         case {"$": "bytes", "of": str(text)}:
             return base64.b64decode(text)
-        case {"$": "array", "dtype": dtype, "shape": list(shape), "at": int(place)}:
+        case {"$": "array" | "number" as kind, "dtype": dtype, "shape": list(shape), "of": str(text)}:
             import numpy as np
 
-            return np.frombuffer(arrays[place], _numpy_dtype(dtype)).reshape(shape).copy()
-        case {"$": "number", "dtype": dtype, "at": int(place)}:
-            import numpy as np
-
-            return np.frombuffer(arrays[place], _numpy_dtype(dtype))[0]
-        case {"$": "tensor", "dtype": str(dtype), "shape": list(shape), "at": int(place)}:
+            found = np.frombuffer(base64.b64decode(text), _numpy_dtype(dtype)).reshape(shape)
+            return found.copy() if kind == "array" else found[()]
+        case {"$": "tensor", "dtype": str(dtype), "shape": list(shape), "of": str(text)}:
             import torch
 
-            flat = torch.tensor(list(arrays[place]), dtype=torch.uint8)
+            flat = torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
             return flat.view(getattr(torch, dtype)).reshape(shape)
         case {"$": str(name), "of": str(text)} if name in _AS_TEXT:
             return _AS_TEXT[name][2](text)
     raise ValueError(f"{value!r:.80} cannot be part of a state")
 
 
-def to_safetensors(arrays: Sequence[bytes]) -> bytes:
-    """Return the contents of a file with these arrays."""
-    import numpy as np
-    from safetensors.numpy import save
-
-    written: bytes = save({str(nth): np.frombuffer(data, np.uint8) for nth, data in enumerate(arrays)})
-    return written
-
-
-def from_safetensors(data: bytes) -> list[bytes]:
-    """Return the arrays of a file that ``to_safetensors`` wrote."""
-    from safetensors.numpy import load
-
-    found = load(data)
-    return [found[str(nth)].tobytes() for nth in range(len(found))]
-
-
-def _packed(value: Any, arrays: list[bytes], where: str) -> Any:
+def _packed(value: Any, where: str) -> Any:
     match value:
         case None | bool():
             return value
         case float() if not math.isfinite(value):
             return {_TAG: "float", "of": str(float(value))}
         case list():
-            return [_packed(each, arrays, f"{where}[{nth}]") for nth, each in enumerate(value)]
+            return [_packed(each, f"{where}[{nth}]") for nth, each in enumerate(value)]
         case tuple():
-            return {_TAG: "tuple", "of": _packed(list(value), arrays, where)}
+            return {_TAG: "tuple", "of": _packed(list(value), where)}
         case set() | frozenset():
-            return {_TAG: "set", "of": _packed(sorted(value, key=repr), arrays, where)}
+            return {_TAG: "set", "of": _packed(sorted(value, key=repr), where)}
         case Mapping():
             if _TAG not in value and all(type(key) is str for key in value):
-                return {key: _packed(each, arrays, f"{where}[{key!r}]") for key, each in value.items()}
+                return {key: _packed(each, f"{where}[{key!r}]") for key, each in value.items()}
             items = [
-                [_packed(key, arrays, f"a key of {where}"), _packed(each, arrays, f"{where}[{key!r}]")]
+                [_packed(key, f"a key of {where}"), _packed(each, f"{where}[{key!r}]")]
                 for key, each in value.items()
             ]
             return {_TAG: "dict", "of": items}
         case bytes() | bytearray():
-            return {_TAG: "bytes", "of": base64.b64encode(value).decode()}
+            return {_TAG: "bytes", "of": _text(value)}
     if type(value) in (int, float, str):
         return value
-    if (found := _packed_array(value, arrays)) is not None:
+    if (found := _packed_array(value)) is not None:
         return found
     for name, (kind, text, _) in _AS_TEXT.items():
         if isinstance(value, kind):
@@ -136,27 +113,30 @@ def _packed(value: Any, arrays: list[bytes], where: str) -> Any:
     )
 
 
-def _packed_array(value: Any, arrays: list[bytes]) -> Any:
+def _packed_array(value: Any) -> Any:
     """Return an array, a number of numpy or a tensor; None for anything else."""
-    if (np := sys.modules.get("numpy")) is not None:
-        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-            arrays.append(value.tobytes())
+    if (np := sys.modules.get("numpy")) is not None and isinstance(value, np.ndarray | np.generic):
+        dtype, is_array = value.dtype, isinstance(value, np.ndarray)
+        if not dtype.hasobject and (is_array or dtype.itemsize):
             return {
-                _TAG: "array",
-                "dtype": value.dtype.descr if value.dtype.names else value.dtype.str,
+                _TAG: "array" if is_array else "number",
+                "dtype": dtype.descr if dtype.names else dtype.str,
                 "shape": list(value.shape),
-                "at": len(arrays) - 1,
+                "of": _text(value.tobytes()),
             }
-        if isinstance(value, np.generic) and not value.dtype.hasobject and value.dtype.itemsize:
-            arrays.append(value.tobytes())
-            dtype = value.dtype.descr if value.dtype.names else value.dtype.str
-            return {_TAG: "number", "dtype": dtype, "at": len(arrays) - 1}
     if (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Tensor):
         there = value.detach().to("cpu").contiguous().reshape(-1)
-        arrays.append(bytes(there.view(torch.uint8).numpy()) if there.numel() else b"")
-        dtype = str(value.dtype).removeprefix("torch.")
-        return {_TAG: "tensor", "dtype": dtype, "shape": list(value.shape), "at": len(arrays) - 1}
+        return {
+            _TAG: "tensor",
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "shape": list(value.shape),
+            "of": _text(bytes(there.view(torch.uint8).numpy()) if there.numel() else b""),
+        }
     return None
+
+
+def _text(value: bytes | bytearray) -> str:
+    return base64.b64encode(value).decode()
 
 
 def _numpy_dtype(given: Any) -> Any:

@@ -12,13 +12,14 @@ from typing import Any
 
 from attrs import frozen
 
-from grpo_core.contracts.errors import CheckpointError, ConfigError, PluginError, describe
+from grpo_core.contracts.errors import CheckpointError, ConfigError, PluginError, describe, plugin_errors
 from grpo_core.data.positions import Difference, Fingerprint, difference, fingerprint
 from grpo_core.data.rows import is_of
 from grpo_core.data.states import packed, unpacked
 
 EVERY = 32
 """Number of rows between two marks."""
+_END = object()
 
 
 @frozen
@@ -50,27 +51,27 @@ class Stream:
         self.row = self.epoch = self._of_epoch = 0
 
     def next(self) -> Any:
-        """Return the next row.  Raises PluginError if an epoch has none."""
+        """Return the next row.  Raises PluginError if an epoch has none, or the stream raises."""
         while True:
-            if self.given is None:
-                self.given = self._make()
-                _set_epoch(self.given, self.epoch)
-            if self._iterator is None:
-                self._iterator = iter(self.given)
-            try:
-                row = next(self._iterator)
-            except StopIteration:
-                self._end_epoch()
-                continue
+            with plugin_errors(f"{self.who}: it"):  # also StopIteration, which is the end of next() alone
+                if self.given is None:
+                    self.given = self._make()
+                    _set_epoch(self.given, self.epoch)
+                if self._iterator is None:
+                    self._iterator = iter(self.given)
+                if (row := next(self._iterator, _END)) is _END:
+                    self._end_epoch()
+                    continue
             self.row, self._of_epoch = self.row + 1, self._of_epoch + 1
             return row
 
     def _end_epoch(self) -> None:
         if not self._of_epoch:
-            raise PluginError(
-                f"{self.who}: it ended without a row"
-                + (f" after {self.row:,} rows: it cannot be read twice" if self.row else "")
-            ) from None
+            twice = (
+                f" after {self.row:,} rows: it cannot be read twice; give a function that makes it, for each "
+                "epoch anew, or train no more steps than it has rows for"
+            )
+            raise PluginError(f"{self.who}: it ended without a row{twice if self.row else ''}")
         self.epoch, self._of_epoch = self.epoch + 1, 0
         once = self._iterator is self.given
         self._iterator = None
@@ -83,8 +84,10 @@ class Stream:
         """Return the state before the next row; ``counts`` if rows are counted instead."""
         own = None
         if self.row and not counts and hasattr(self.given, "state_dict"):
-            state, arrays = packed(self.given.state_dict(), f"{self.who}: state_dict()")
-            own = unpacked(state, arrays)  # a copy: the stream may change what it returned
+            with plugin_errors(f"{self.who}: state_dict()"):
+                state = self.given.state_dict()
+            # a copy: the stream may change what it returned
+            own = unpacked(packed(state, f"{self.who}: state_dict()"))
         return Mark(self.row, self.epoch, self._of_epoch, own)
 
     def restore(self, mark: Mark) -> None:
@@ -108,9 +111,8 @@ class Stream:
         wanted = mark.of_epoch if from_epoch == mark.epoch else mark.row
         self.row = mark.row - wanted
         for nth in range(wanted):
+            progress(nth, wanted)
             self.next()
-            if not nth % 1000:
-                progress(nth, wanted)
 
 
 def _set_epoch(given: Any, epoch: int) -> None:
@@ -128,8 +130,13 @@ def loses_state(given: Any) -> str:
     """
     if buffer := shuffle_buffer(given):
         return f"a shuffle buffer of {buffer:,} rows"
-    if is_of(given, "torch.utils.data", "DataLoader") and hasattr(given.sampler, "generator"):
-        return "the random order of its later epochs"
+    if is_of(given, "torch.utils.data", "DataLoader"):
+        if hasattr(given.sampler, "generator"):
+            return "the random order of its later epochs"
+        if is_of(given.dataset, "torch.utils.data", "IterableDataset") and not hasattr(
+            given.dataset, "state_dict"
+        ):
+            return "the place in its data set, which has no state_dict()"
     return ""
 
 

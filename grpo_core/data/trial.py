@@ -47,7 +47,6 @@ class Reading:
 class Tried:
     """The result of a trial."""
 
-    rows: int
     without: frozenset[str]
     """Fields that differ each time a row is read."""
     lost: str
@@ -97,7 +96,7 @@ def compare(reading: Reading, make: Callable[[], Any], who: str) -> Tried:
         if (differs := difference(expected, after, reading.rows)) is not None:
             refused = refusal(who, stream.given, differs)
             raise ConfigError(f"{refused} (its state was restored behind {reading.rows:,} rows)")
-    return Tried(reading.rows, frozenset(without), reading.lost, reading.seconds / reading.rows)
+    return Tried(frozenset(without), reading.lost, reading.seconds / reading.rows)
 
 
 class Reader:

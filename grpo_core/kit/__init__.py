@@ -109,7 +109,7 @@ A command that plays environments, in addition to ``grpo_core.Run``:
 A contract that ``grpo-core check`` tries (see ``grpo_plugin_devkit``):
 
     ModelConfig, checkpoint_tensors, encode, make_tiny_model    a small model for the contract of a trainer
-    LookAhead, RowOptions, open_loader, open_held_out, states    the rows of a dataloader, and its state
+    LookAhead, RowOptions, Source, states    the rows of a dataloader, and its state
     checked_sample              calls a sampler, and checks its prompts
     EnvironmentPool             merges the calls of rollouts, as in a run
     rows                        what an advantage function returns, and its check
@@ -159,8 +159,7 @@ if TYPE_CHECKING:
     from grpo_core.app import launch as launch
     from grpo_core.app import resume as resume
     from grpo_core.app import sourced as sourced
-    from grpo_core.app.data import open_held_out as open_held_out
-    from grpo_core.app.data import open_loader as open_loader
+    from grpo_core.app.data import Source as Source
     from grpo_core.app.gpus import Devices as Devices
     from grpo_core.app.model_sources import ModelRequest as ModelRequest
     from grpo_core.app.model_sources import StartModel as StartModel

@@ -7,7 +7,7 @@
         pipeline.json                 buffer, prompts in flight, sampler
         pipeline.safetensors          tokens of the rollouts that wait to be trained, if any
         train_dataloader_TASK.json    position of each loader; of a plugin's dataloader its state, and the
-                                      prompts in use (arrays in train_dataloader_TASK.safetensors)
+                                      prompts in use
         trackers.json                 states of the trackers that have one, by name
 
 Training waits only for the cut: the state of the pipeline, and the trainer's copy of its own state.  It
@@ -32,7 +32,7 @@ import attrs
 from attrs import frozen
 
 from grpo_core.contracts import typed
-from grpo_core.contracts.errors import CheckpointError, ConfigError, GrpoError, describe
+from grpo_core.contracts.errors import CheckpointError, ConfigError, GrpoError, describe, wrong_input
 from grpo_core.contracts.incidents import report
 from grpo_core.contracts.records import Group, Prompt, Rollout, Segment, Slot
 from grpo_core.data import states
@@ -42,7 +42,6 @@ from grpo_core.loop.buffer import Buffer, BufferStatistics
 from grpo_core.loop.endings import Failure
 from grpo_core.loop.saved import (
     SavedBuffer,
-    SavedDataloader,
     SavedLoader,
     SavedManifest,
     SavedPipeline,
@@ -54,7 +53,7 @@ from grpo_core.models.files import not_finite
 from grpo_core.storage.disk import REPLACED, Disk, files, fingerprint, put, seal
 from grpo_core.storage.published import Published
 
-FORMAT = 6
+FORMAT = 7
 _MANIFEST = "manifest.json"
 _PARTIAL = ".partial"
 _ARRAYS = "pipeline.safetensors"
@@ -104,10 +103,8 @@ async def begin(
     disk = disk or Disk()
     streams: dict[str, bytes] = {}
     for task, state in loaders.items():
-        plain, arrays = states.packed(state, f"the state of the loader of task {task!r}")
+        plain = states.packed(state, f"the state of the loader of task {task!r}")
         streams[_loader_file(task)] = as_json(plain)
-        if arrays:
-            streams[_loader_file(task, "safetensors")] = states.to_safetensors(arrays)
     final = parent / f"step-{step:06d}"
     partial = final.with_name(final.name + _PARTIAL)
 
@@ -251,8 +248,8 @@ def segments_as_bytes(ready: Iterable[tuple[Slot[Prompt], Group]]) -> bytes:
     return data
 
 
-def _loader_file(task: str, kind: str = "json", *, safe: str = "") -> str:
-    return f"train_dataloader_{quote(task, safe=safe)}.{kind}"
+def _loader_file(task: str, *, safe: str = "") -> str:
+    return f"train_dataloader_{quote(task, safe=safe)}.json"
 
 
 # ---------------------------------------------------------------------------------- reading
@@ -362,15 +359,10 @@ def read_trackers(directory: Path) -> Mapping[str, Any]:
 
 def read_loader(directory: Path, task: str) -> Mapping[str, Any] | None:
     """Return the loader's state, or None if the task was not part of the run."""
-    path, arrays = directory / _loader_file(task), directory / _loader_file(task, "safetensors")
+    path = directory / _loader_file(task)
     if not path.exists():
         return None
-    if "dataloader" not in typed.read(path, _Any):
-        return typed.read(path, SavedLoader)
-    found: Mapping[str, Any] = states.unpacked(
-        typed.read(path, SavedDataloader),
-        states.from_safetensors(arrays.read_bytes()) if arrays.exists() else [],
-    )
+    found: Mapping[str, Any] = states.unpacked(typed.read(path, SavedLoader))
     return found
 
 
@@ -462,17 +454,18 @@ def restore(
 
 @contextlib.contextmanager
 def reading(directory: Path) -> Iterator[None]:
-    """Raise any error from using a checkpoint's contents as CheckpointError."""
-    try:
-        yield
-    except GrpoError:
-        raise
-    except Exception as error:  # its files may hold anything that has their checksums
-        raise CheckpointError(
-            f"{directory}: its contents cannot be used ({type(error).__name__}: {error}), although its "
-            "files match its manifest: another program or version wrote it. Remove it to continue "
-            "from the checkpoint before"
-        ) from error
+    """Raise any error from using a checkpoint's contents as CheckpointError, as wrong input."""
+    with wrong_input():
+        try:
+            yield
+        except GrpoError:
+            raise
+        except Exception as error:  # its files may hold anything that has their checksums
+            raise CheckpointError(
+                f"{directory}: its contents cannot be used ({type(error).__name__}: {error}), although its "
+                "files match its manifest: another program or version wrote it. Remove it to continue "
+                "from the checkpoint before"
+            ) from error
 
 
 def _compare_tasks(directory: Path, tasks: Iterable[str], buffer: SavedBuffer) -> list[str]:

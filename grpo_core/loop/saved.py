@@ -126,19 +126,32 @@ class SavedPipeline(TypedDict):
     run: NotRequired[SavedRun]
 
 
-class SavedDataloader(TypedDict):
-    """``train_dataloader_TASK.json`` of rows that are read ahead, as ``grpo_core.data.states`` writes it."""
+class SavedMark(TypedDict):
+    """A ``Mark`` of a stream."""
 
-    dataloader: str
-    rows: Count
-    unfinished: dict[str, Any]
-    position: dict[str, Any]
+    row: Count
+    epoch: Count
+    of_epoch: Count
+    own: Any
 
 
-class SavedLoader(TypedDict):
-    """``train_dataloader_TASK.json`` of prompts at hand."""
+class SavedPosition(TypedDict, total=False):
+    """The position of rows by index, or of a stream."""
 
     prompts: Count
     fingerprint: str
     seed: Count
-    taken: Count
+    mark: SavedMark
+    behind: SavedMark
+    ahead: list[Any]
+    since: list[Any]
+    without: list[str]
+
+
+class SavedLoader(TypedDict):
+    """``train_dataloader_TASK.json``, as ``grpo_core.data.states`` writes it."""
+
+    dataloader: str
+    rows: Count
+    unfinished: dict[str, Any]
+    position: SavedPosition

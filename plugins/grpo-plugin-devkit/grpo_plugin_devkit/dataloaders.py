@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from grpo_core import Prompt
-from grpo_core.kit import LookAhead, RowOptions, open_held_out, open_loader, states, structured
+from grpo_core.kit import LookAhead, RowOptions, Source, states, structured
 from grpo_plugin_devkit.contracts import Contract
 
 READ = 24
@@ -61,8 +61,9 @@ class DataloaderContract(Contract):
     def __init__(
         self, make: Callable[[str], Any], *, rows: Mapping[str, Any] = MappingProxyType({}), name: str = "it"
     ) -> None:
-        self._make, self._name = make, name
-        self._options = structured(RowOptions, rows, where="data_options")
+        self._name = name
+        options = structured(RowOptions, rows, where="data_options")
+        self._source = Source("checked", name, make, options, deadline=DEADLINE)
         self._runner = asyncio.Runner()
         self._prompts: list[Prompt] = []
         self._read = ""
@@ -105,8 +106,7 @@ class DataloaderContract(Contract):
             _compare(self._prompts, found, "saved after each prompt")
 
     def it_knows_whether_it_has_held_out_prompts(self) -> None:
-        making = open_held_out("checked", self._name, self._make, self._options, 1, deadline=DEADLINE)
-        found = self._runner.run(making)
+        found = self._runner.run(self._source.held_out(1))
         assert found != [], (
             f"{self._name}: it has no row for 'validation'; return None if there are no held-out prompts"
         )
@@ -121,8 +121,7 @@ class DataloaderContract(Contract):
 
     @contextlib.contextmanager
     def _started(self) -> Iterator[LookAhead]:
-        making = open_loader("checked", self._name, self._make, self._options, deadline=DEADLINE)
-        dataloader = self._runner.run(making)
+        dataloader = self._runner.run(self._source.training())
         try:
             yield dataloader
         finally:
@@ -131,10 +130,8 @@ class DataloaderContract(Contract):
 
 def _through_files(state: dict[str, Any]) -> dict[str, Any]:
     """Return a state after a round trip through a checkpoint's files."""
-    plain, arrays = states.packed(state)
-    text = json.dumps(plain, allow_nan=False)
-    kept = states.from_safetensors(states.to_safetensors(arrays))
-    found: dict[str, Any] = states.unpacked(json.loads(text), kept)
+    text = json.dumps(states.packed(state), allow_nan=False)
+    found: dict[str, Any] = states.unpacked(json.loads(text))
     return found
 
 
