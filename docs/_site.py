@@ -48,7 +48,7 @@ SOURCES = {
     f"{ALGORITHMS}/losses.py": "options.md#loss",
     f"{ALGORITHMS}/optimizers.py": "options.md#optimizer",
 }
-"""Code that a committed page may name, since generated pages are on the site only, and the page of the site."""
+"""Code that a committed page may name, and the page of the site: generated pages are on the site only."""
 PUBLIC = ("grpo_core", "grpo_core.losses", "grpo_core.testing", "grpo_core.kit")
 """Modules whose names are public."""
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")

@@ -192,7 +192,8 @@ def test_every_link_within_the_repository_leads_somewhere(page):
 
 
 def test_every_link_of_code_and_metadata_to_the_repository_leads_somewhere():
-    files = [path for room in ("grpo_core", "plugins", "examples", "docs") for path in (ROOT / room).rglob("*")]
+    rooms = ("grpo_core", "plugins", "examples", "docs")
+    files = [path for room in rooms for path in (ROOT / room).rglob("*")]
     texts = [path.read_text() for path in files if path.suffix in (".py", ".toml", ".txt", ".html")]
     texts += [(ROOT / "pyproject.toml").read_text(), (ROOT / "mkdocs.yml").read_text()]
     links = {link for text in texts for link in re.findall(rf"{ANY}[\w./#-]+", text)}
