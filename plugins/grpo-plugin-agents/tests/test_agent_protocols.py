@@ -317,7 +317,8 @@ def fields_of(dialect, reply):
 def served(tmp_path_factory):
     from vllm_server import vllm_server
 
-    source = pytest.importorskip("grpo_plugin_smollm2").source
+    from grpo_plugin_smollm2 import source
+
     log = tmp_path_factory.mktemp("server") / "server.log"
     with vllm_server(source.cached(), SERVED, log, {"OMP_NUM_THREADS": "1"}, seconds=300.0) as url:
         yield f"{url}/v1", Renderer.load(str(source.cached()))
