@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 WHERE = Path(os.environ.get("GRPO_NEWEST", ROOT / ".venv-newest")).absolute()
 LEFT_OUT = "grpo-plugin-ray"
-LOWEST = ("math", "smollm2", "devkit", "report")
+LOWEST = ("algorithms", "devkit", "math", "report", "scale", "smollm2")
 """Plugins of the environment with the lowest versions."""
 OF_LOWEST = ("tests/test_export.py", "tests/test_cli.py", "plugins/grpo-plugin-smollm2/tests")
 QUICK = "not slow and not long and not nightly"
