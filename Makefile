@@ -26,7 +26,7 @@ DEMO   := $(addprefix plugins/grpo-plugin-,math report)
 CPU    := $(shell test "$$(uname -s)" = Linux && ! command -v nvidia-smi >/dev/null && \
 	echo "--index-url https://download.pytorch.org/whl/cpu")
 
-.PHONY: install install-vllm demo test test-all test-fast test-nightly test-foreign test-newest test-released lint docs pages dist bench bench-peers gpu-check gpu-wheels clean
+.PHONY: install install-vllm demo test test-all test-fast test-nightly test-foreign test-newest test-lowest test-released lint docs pages dist bench bench-peers gpu-check gpu-wheels clean
 
 install: $(READY)
 
@@ -104,6 +104,10 @@ test-foreign: $(READY)
 test-newest:
 	@$(PYTHON) tests/newest.py
 
+# the main job, SmolLM2 and exports with the lowest versions that pyproject.toml declares
+test-lowest:
+	@$(PYTHON) tests/newest.py --lowest
+
 # the quick tests where only the wheels of all projects are installed, with the pinned versions, then the newest
 test-released: dist
 	@$(BIN)/python tests/released.py dist
@@ -151,4 +155,4 @@ bench-peers: $(READY)
 	@$(BIN)/python tests/benchmarks/bench_peers.py
 
 clean:
-	rm -rf $(VENV) $(GPU) .venv-foreign .venv-peers .venv-newest .venv-released build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(GPU) .venv-foreign .venv-peers .venv-newest .venv-lowest .venv-released build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -36,6 +36,19 @@ OUTSIDE |= {
 }
 GENERATED = ("configuration", "options", "records", "catalogue")
 """Pages that a module of docs/ makes: `_NAME.py` has a function `page`."""
+ALGORITHMS = "plugins/grpo-plugin-algorithms/grpo_plugin_algorithms"
+SOURCES = {
+    "grpo_core/config": "configuration.md",
+    "grpo_core/config/tasks.py": "configuration.md#tasksnamedata_options",
+    "grpo_core/contracts/records.py": "records.md",
+    "grpo_core/contracts/events.py": "records.md#events",
+    "grpo_core/plugins/builtins.py": "options.md",
+    "grpo_core/engines/local/engine.py": "options.md#engine",
+    f"{ALGORITHMS}/advantages.py": "options.md#advantage",
+    f"{ALGORITHMS}/losses.py": "options.md#loss",
+    f"{ALGORITHMS}/optimizers.py": "options.md#optimizer",
+}
+"""Code that a committed page may name, and the page of the site: generated pages are on the site only."""
 PUBLIC = ("grpo_core", "grpo_core.losses", "grpo_core.testing", "grpo_core.kit")
 """Modules whose names are public."""
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
@@ -66,7 +79,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     """Point links between files of the repository at pages of the site."""
     here = page.file.src_uri
     path = OUTSIDE.get(here, f"docs/{here}")
-    pages = {OUTSIDE.get(file.src_uri, f"docs/{file.src_uri}"): file.src_uri for file in files}
+    pages = SOURCES | {OUTSIDE.get(file.src_uri, f"docs/{file.src_uri}"): file.src_uri for file in files}
 
     def pointed(found: re.Match[str]) -> str:
         target, _, anchor = found[0].partition("#")
@@ -79,7 +92,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         if target not in pages:
             return f"{REPOSITORY}{target}" + (f"#{anchor}" if anchor else "")
         relative = posixpath.relpath(pages[target], posixpath.dirname(here) or ".")
-        return relative + (f"#{anchor}" if anchor else "")
+        return relative + (f"#{anchor}" if anchor and "#" not in relative else "")
 
     return LINK.sub(pointed, markdown)
 

@@ -48,6 +48,9 @@ def _tested(name: str, requirement: str, tests: tuple[str, ...]) -> int:
         seen = f"{_packages(library)}\nimport site; site.addsitedir({here!r})\n"
         (_packages(whole) / "seen.pth").write_text(seen)
         marker.touch()
+    command = whole / "bin/grpo-core"  # tests start it as a user does
+    command.write_text(f'#!/bin/sh\nexec {whole}/bin/python -m grpo_core "$@"\n')
+    command.chmod(0o755)
     environ = {**os.environ, f"GRPO_{name.upper()}_PYTHON": str(library / "bin/python")}
     tested = [whole / "bin/python", "-m", "pytest", "-n", "2", "-m", "not nightly", *tests]
     return subprocess.run(tested, cwd=ROOT, env=environ, check=False).returncode

@@ -151,7 +151,8 @@ def pool_of(combine, parts=None):
 
 
 @pytest.mark.parametrize(
-    "combine", [{"points": "median"}, {"points": None}, {"points": ["sum"]}, {1: "sum"}, ["sum"]]
+    "combine",
+    [{"points": "median"}, {"points": None}, {"points": ["sum"]}, {1: "sum"}, ["sum"], {"*": "sum"}],
 )
 def test_an_unknown_rule_is_refused(combine):
     with pytest.raises(grpo.PluginError, match="combine"):

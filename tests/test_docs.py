@@ -166,6 +166,8 @@ def test_every_test_that_a_page_names_exists():
 
 
 REPOSITORY = "https://github.com/grpo-core/grpo-core/blob/main/"
+ANY = REPOSITORY.replace("blob", "(?:blob|tree)")
+"""Links to a file or a folder of the repository."""
 
 
 def anchors(text):
@@ -185,11 +187,21 @@ def test_every_link_within_the_repository_leads_somewhere(page):
         else:
             path, _, anchor = target.partition("#")
             there = (page.parent / path).resolve() if path else page
-        if there.parent == ROOT / "docs" and there.stem in GENERATED:
-            assert not anchor or anchor in anchors(generator(there.stem).page()), f"{page.name}: {target}"
-            continue
         assert there.exists(), f"{page.name}: {target}"
         assert not anchor or anchor in anchors(there.read_text()), f"{page.name}: {target}"
+
+
+def test_every_link_of_code_and_metadata_to_the_repository_leads_somewhere():
+    rooms = ("grpo_core", "plugins", "examples", "docs")
+    files = [path for room in rooms for path in (ROOT / room).rglob("*")]
+    texts = [path.read_text() for path in files if path.suffix in (".py", ".toml", ".txt", ".html")]
+    texts += [(ROOT / "pyproject.toml").read_text(), (ROOT / "mkdocs.yml").read_text()]
+    links = {link for text in texts for link in re.findall(rf"{ANY}[\w./#-]+", text)}
+    assert len(links) > 50
+    for link in links:
+        path, _, anchor = re.sub(f"^{ANY}", "", link.rstrip(".")).partition("#")
+        assert (ROOT / path).exists(), link
+        assert not anchor or anchor in anchors((ROOT / path).read_text()), link
 
 
 # ---------------------------------------------------------------------------------- examples

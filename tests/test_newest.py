@@ -32,10 +32,27 @@ def test_every_project_but_ray_is_installed_from_this_repository():
     assert set(named[1:]) == plugins - {"grpo-plugin-ray"}
 
 
+def test_the_lowest_versions_are_those_that_the_projects_declare():
+    lowest = newest.lowest()
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {each.name: each.specifier for each in map(Requirement, table["dependencies"])}
+    assert set(declared) <= set(lowest)
+    for name, specifier in declared.items():
+        assert lowest[name] in specifier
+        assert name == "torch" or f">={lowest[name]}" in str(specifier), (
+            f"another project declares more: {name}"
+        )
+    assert lowest["torch"] == newest.pinned((ROOT / "constraints.txt").read_text())["torch"]
+    assert "gguf" in lowest
+
+
 def test_the_constraints_are_read_and_make_has_the_target():
     assert "torch" in newest.pinned((ROOT / "constraints.txt").read_text())
     lines = (ROOT / "Makefile").read_text().splitlines()
     assert "tests/newest.py" in lines[lines.index("test-newest:") + 1]
+    assert "tests/newest.py --lowest" in lines[lines.index("test-lowest:") + 1]
+    nightly = (ROOT / ".github/workflows/nightly.yml").read_text()
+    assert "test-lowest" in nightly
 
 
 def requirements(project: str) -> Iterator[Requirement]:

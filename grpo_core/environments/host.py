@@ -32,7 +32,7 @@ from grpo_core.contracts.errors import (
 )
 from grpo_core.contracts.protocols import Environment, Tool
 from grpo_core.contracts.records import AgentClient, Episode, Feedback, Prompt, SessionStart
-from grpo_core.contracts.rewards import COMBINED
+from grpo_core.contracts.rewards import COMBINED, EVERY
 from grpo_core.contracts.unicode import lone_surrogate, unreadable, well_formed
 from grpo_core.environments.apart import played_apart
 from grpo_core.environments.calls import Begun, Calls, Steps
@@ -541,10 +541,10 @@ class EnvironmentHost:
 
     def _rules(self) -> dict[str, str]:
         rules = getattr(self._environment, "combine", Environment.combine)
-        if not isinstance(rules, Mapping) or not all(isinstance(name, str) for name in rules):
+        if not isinstance(rules, Mapping) or not all(isinstance(n, str) and n != EVERY for n in rules):
             raise PluginError(
-                f"{self._who}: combine is {rules!r:.200}, expected a rule for each of some metrics, as in "
-                '{"moves": "sum"}'
+                f"{self._who}: combine is {rules!r:.200}, expected a rule for each of some metrics by its "
+                'name, as in {"moves": "sum"}; the others are the mean'
             )
         for name, rule in rules.items():
             if not isinstance(rule, str) or rule not in COMBINED:

@@ -8,6 +8,7 @@ receives it.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from hashlib import blake2b
@@ -272,7 +273,10 @@ class Session:
         for completion, text in zip(completions, texts, strict=True):
             message = self._message(request, turn, completion, text)
             node = self.recorder.record(turn, completion, message)
-            answers.append(self._answered(node, thinking and thoughts.THOUGHT_ENDS not in text))
+            answer = self._answered(node, thinking and thoughts.THOUGHT_ENDS not in text)
+            stop = next(iter(_stops(request, completion, text)), None)
+            thought = self._thought_tokens(turn, completion, text) if answer.parts[0] else 0
+            answers.append(evolve(answer, stop=stop, thought_tokens=thought))
         return Reply(body=encoded(dialect, request, answers), stream=request.stream)
 
     def _message(self, request: ChatRequest, turn: Turn, completion: Completion, text: str) -> Message:
@@ -284,10 +288,21 @@ class Session:
         if any(not call["function"]["name"] for call in calls):
             message = {"role": "assistant", "content": text}
         content = str(message.get("content") or "")
-        if completion.finish_reason == "stop":
-            for stop in request.stop:  # a token may have more characters behind the text
-                content = content.partition(stop)[0]
+        for stop in _stops(request, completion, text):  # a token may have more characters behind the text
+            content = content.partition(stop)[0]
         return {**message, "content": content}
+
+    def _thought_tokens(self, turn: Turn, completion: Completion, text: str) -> int:
+        """Return the number of tokens up to the end of a completion's thinking."""
+        ids, context = completion.token_ids.tolist(), turn.context.tolist()
+        if not (ends := text.count(thoughts.THOUGHT_ENDS)):
+            return len(ids)
+
+        def thinks(tokens: int) -> bool:
+            (part,) = self.play.renderer.texts([ids[:tokens]], [context])
+            return part.count(thoughts.THOUGHT_ENDS) == ends
+
+        return 1 + bisect.bisect_left(range(1, len(ids)), True, key=thinks)
 
     def _answered(self, node: Node, thinking: bool) -> Answer:
         id = f"{len(self._replies):08d}"
@@ -305,6 +320,12 @@ class Session:
     def _history(self, id: str) -> tuple[Message, ...] | None:
         node = self._replies.get(id)
         return None if node is None else node.conversation()
+
+
+def _stops(request: ChatRequest, completion: Completion, text: str) -> list[str]:
+    """Return the stop sequences of a request that are in a completion, the one that ended it first."""
+    found = [stop for stop in request.stop if stop in text] if completion.finish_reason == "stop" else []
+    return sorted(found, key=lambda stop: text.index(stop) + len(stop))
 
 
 _NO_CALL = (

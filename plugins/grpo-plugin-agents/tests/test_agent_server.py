@@ -417,7 +417,7 @@ def test_messages_of_anthropic_with_tools_and_streams():
 
 @pytest.mark.long
 def test_the_client_of_anthropic_reads_replies_and_streams():
-    anthropic = pytest.importorskip("anthropic")
+    import anthropic
 
     async def play(scene):
         base = scene.client.env_vars()["ANTHROPIC_BASE_URL"]
@@ -521,7 +521,7 @@ def test_a_stream_whose_client_has_gone_is_there_for_the_one_that_asks_again():
 
 @pytest.mark.slow
 def test_clients_that_give_up_after_a_short_silence_read_a_stream_that_takes_longer():
-    anthropic = pytest.importorskip("anthropic")
+    import anthropic
 
     async def chat(model):
         stream = await model.chat.completions.create(model="any", messages=ASKED, stream=True)

@@ -168,6 +168,7 @@ def played(host, given, *script, session="s", finish_reason="stop"):
         answers += [each["content"] for each in feedback.messages]
         if feedback.done:
             break
+        assert not feedback.metrics, "/verify sees the whole conversation, once"
     host.close([session])
     return start, answers, feedback
 
@@ -282,6 +283,9 @@ def test_a_server_of_steps_answers_each_completion_and_its_rewards_are_added():
         prompt = prompt_of(host, row())
         assert [message["content"] for message in prompt.messages] == ["Count.", "Guess."]
         _, answers, feedback = played(host, prompt, "one", "two", "three", "four")
+        # the agent of NeMo Gym adds them, as total_reward
+        each = [played(host, prompt, *["one", "two", "three"][:turns])[2].reward for turns in (1, 2, 3)]
+    assert each == [0.5, 0.5, 0.5]
     assert (answers, feedback.reward, feedback.done) == (["not one", "not two"], 0.5, True)
 
 

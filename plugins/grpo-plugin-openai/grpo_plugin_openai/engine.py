@@ -31,8 +31,12 @@ SENT = ("role", "content", "tool_calls", "tool_call_id", "name")
 """Keys of a message that the API accepts."""
 THOUGHTS = ("reasoning_content", "reasoning")
 """Keys under which servers return the reasoning of a model."""
-FINISHED = ("stop", "length", "tool_calls", "function_call", None)
-"""Finish reasons of a whole reply, and of one that a limit cut off; some servers send none."""
+WHOLE = ("stop", "eos", "eos_token", "end_turn", "stop_sequence", "complete", "tool_calls", "")
+"""Finish reasons of whole replies, in lower case; some servers send none."""
+CUT_OFF = ("length", "max_tokens", "model_length")
+"""Finish reasons of replies that a limit cut off."""
+STOPPED_BY = ("stop_reason", "matched_stop")
+"""Keys under which vLLM and SGLang name the stop string that ended a reply; its text lacks the string."""
 BUSY = frozenset({408, 409, 425, 429, *range(500, 600)})
 """Statuses after which a request is sent again."""
 OPENAI = "https://api.openai.com/v1"
@@ -103,7 +107,7 @@ class OpenAIEngine(TextEngine):
         self._progress.requested()
         try:
             async with self._slots:
-                reply, prompt_tokens, retries = await self._answer(body)
+                reply, prompt_tokens, retries = await self._answer(body, request.stop)
         except BaseException:
             self._replies.miss(body)
             raise
@@ -139,7 +143,7 @@ class OpenAIEngine(TextEngine):
         kept = {name: value for name, value in body.items() if name not in self._leave_out}
         return kept | self._extra
 
-    async def _answer(self, body: Mapping[str, Any]) -> tuple[Reply, int, int]:
+    async def _answer(self, body: Mapping[str, Any], stops: Sequence[str]) -> tuple[Reply, int, int]:
         """Request a completion; return the reply, the number of its prompt's tokens, and of retries."""
         retries, final = -1, False
         while not final:
@@ -147,7 +151,7 @@ class OpenAIEngine(TextEngine):
             found, final = await self._service.once(digest(body), lambda: self._once(body), _absence)
         if isinstance(found, Unavailable):  # the service is available to others
             raise EngineError(str(found))
-        return *_read(found, self._url), retries
+        return *_read(found, self._url, stops), retries
 
     async def _once(self, body: Mapping[str, Any]) -> Any:
         """Send a request once; return the answer, or the error of an outage."""
@@ -182,29 +186,35 @@ def _as_text(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
-def _read(answer: Mapping[str, Any], url: str) -> tuple[Reply, int]:
+def _read(answer: Mapping[str, Any], url: str, stops: Sequence[str]) -> tuple[Reply, int]:
     """Return the reply in an answer, and the number of its prompt's tokens.
 
+    A stop string that ended it is a part of its text, as it is with an engine that gives tokens.
     Raises EngineError if there is none, as after a filter or a refusal: such a reply is unscored.
     """
     try:
         (choice, *_) = answer["choices"]
         given, usage = choice["message"], answer.get("usage") or {}
-        reason = choice.get("finish_reason")
+        reason = str(choice.get("finish_reason") or "").lower()
         calls = given.get("tool_calls")
+        thought = next((given[name] for name in THOUGHTS if given.get(name)), None)
+        empty = given.get("content") is None and not calls and not thought
         if refusal := given.get("refusal"):
             raise EngineError(f"{url}: the model refused: {said(str(refusal))}")
-        if reason not in FINISHED or (given.get("content") is None and not calls):
+        if reason not in CUT_OFF and (reason not in WHOLE or empty):
             raise EngineError(f"{url}: the reply is withheld (finish_reason {said(repr(reason))})")
         message: dict[str, Any] = {"role": "assistant", "content": given.get("content") or ""}
-        if thought := next((given[name] for name in THOUGHTS if given.get(name)), None):
+        if thought:
             message["reasoning_content"] = str(thought)
         if calls:
             message["tool_calls"] = [{"type": "function", "function": call["function"]} for call in calls]
         (message,) = normalised([message], sampled=True)
+        stopped = next((choice[key] for key in STOPPED_BY if choice.get(key) in stops), "")
+        if given.get("content") is not None:
+            message["content"] = message["content"].removesuffix(stopped) + stopped
         reply = Reply(
             message=message,
-            finish_reason="length" if reason == "length" else "stop",
+            finish_reason="length" if reason in CUT_OFF else "stop",
             completion_tokens=max(0, int(usage.get("completion_tokens") or 0)),
         )
         return reply, max(0, int(usage.get("prompt_tokens") or 0))

@@ -16,6 +16,7 @@ from aiohttp import web
 from serving import serving
 
 import grpo_core
+from grpo_plugin_openai.engine import OpenAIEngine
 
 pytestmark = pytest.mark.long
 
@@ -238,6 +239,60 @@ def test_a_python_program_plays_it(monkeypatch, tmp_path):
         played = asyncio.run(story(url))
     assert [[rollout.reward for rollout in group] for group in played] == [[1.0, 1.0]] * 3
     assert all(not rollout.segments for group in played for rollout in group)
+
+
+def choice(reason="stop", content="2 <end", **more):
+    message = {"role": "assistant", "content": content, **more.pop("message", {})}
+    return {"index": 0, "message": message, "finish_reason": reason, **more}
+
+
+CALLED = {"tool_calls": [{"id": "a", "type": "function", "function": {"name": "look", "arguments": ""}}]}
+THOUGHT = {"reasoning": "is it 2"}
+READ = {
+    "whole": (choice(), "2 <end", "stop"),
+    "no reason": (choice(None), "2 <end", "stop"),
+    "as Together ends it": (choice("eos"), "2 <end", "stop"),
+    "as Google spells it": (choice("STOP"), "2 <end", "stop"),
+    "cut off": (choice("length"), "2 <end", "length"),
+    "as Mistral cuts it off": (choice("model_length"), "2 <end", "length"),
+    "cut off in its thoughts": (choice("length", None, message=THOUGHT), "", "length"),
+    "cut off before a word": (choice("length", None), "", "length"),
+    "thoughts alone": (choice("stop", None, message=THOUGHT), "", "stop"),
+    "a call": (choice("tool_calls", None, message=CALLED), "", "stop"),
+    "a stop string of vLLM": (choice(stop_reason=">"), "2 <end>", "stop"),
+    "a stop string of SGLang": (choice(matched_stop=">"), "2 <end>", "stop"),
+    "a stop string that is there": (choice(content="2 <end>", stop_reason=">"), "2 <end>", "stop"),
+    "a stop token": (choice(stop_reason=151645), "2 <end", "stop"),
+    "nothing": (choice("stop", None), None, None),
+    "a filter": (choice("content_filter"), None, None),
+    "a filter without a word": (choice("content_filter", None), None, None),
+    "an interruption": (choice("insufficient_system_resource"), None, None),
+    "a refusal": (choice(message={"refusal": "I cannot"}), None, None),
+    "an error": (choice("error", ""), None, None),
+}
+
+
+@pytest.mark.parametrize("label", READ)
+def test_an_answer_is_read_as_its_server_means_it(label, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "key")
+    answer, content, reason = READ[label]
+    request = grpo_core.GenerationRequest(prompt_ids=(1,), max_tokens=9, seed=1, stop=(">",))
+
+    async def read(url):
+        setup = grpo_core.EngineSetup(model="")
+        engine = OpenAIEngine(setup, model="clever", base_url=url, replies="", unavailable_for=0)
+        try:
+            return await engine.chat([{"role": "user", "content": "1+1"}], (), request)
+        finally:
+            await engine.aclose()
+
+    with Hosted(lambda: web.json_response({"choices": [answer]})).running() as url:
+        if reason is None:
+            with pytest.raises(grpo_core.EngineError):
+                asyncio.run(read(url))
+        else:
+            reply = asyncio.run(read(url))
+            assert (reply.message["content"], reply.finish_reason) == (content, reason)
 
 
 def test_what_the_server_refuses_for_now_is_asked_again(tmp_path):

@@ -13,14 +13,15 @@ log = logging.getLogger(__name__)
 
 
 class OpenMetrics(grpo.Tracker):
-    """Serves the newest value of each metric as ``grpo_core_NAME{run="...", of="..."}``.
+    """Serves the newest value of each metric as ``grpo_core_NAME{run="...", of="...", metric="..."}``.
 
     The metrics of a step replace the previous step's, and a validation's replace the previous ones of its
     set; absent metrics are no longer served.
 
     The second part of a name becomes the label ``of``: ``reward/sort`` is ``grpo_core_reward{of="sort"}``,
     and ``validation/sort/accuracy`` is ``grpo_core_validation_accuracy{of="sort"}``.  ASCII characters other
-    than letters and digits become ``_``, other characters their code: ``_f6_``.
+    than letters and digits become ``_``, other characters their code: ``_f6_``.  The label ``metric`` is the
+    name itself: two metrics are never one series.
 
     Args:
         port: port; 0 takes a free one, which is logged.
@@ -32,7 +33,7 @@ class OpenMetrics(grpo.Tracker):
         self._registry: Any = None
         self._server: Any = None
         self._gauges: dict[str, Any] = {}
-        self._shown: dict[str, set[tuple[str, str]]] = {}
+        self._shown: dict[str, set[tuple[str, ...]]] = {}
         """Served gauges and labels by validation set; "" is the last step."""
 
     @property
@@ -55,24 +56,24 @@ class OpenMetrics(grpo.Tracker):
         self._show({"validation_step" if any(found) else "step": float(step)})
         for name, its in found.items():
             shown = self._show(its)
-            for gauge, of in self._shown.get(name, set()) - shown:
-                self._gauges[gauge].remove(self._run, of)
+            for gauge, *labels in self._shown.get(name, set()) - shown:
+                self._gauges[gauge].remove(self._run, *labels)
             self._shown[name] = shown
 
-    def _show(self, values: Mapping[str, float]) -> set[tuple[str, str]]:
+    def _show(self, values: Mapping[str, float]) -> set[tuple[str, ...]]:
         """Set the gauges of these metrics; return their names and labels."""
-        shown = {}
+        shown = set()
         for name, value in values.items():
-            gauge, of = key = named(name)
-            self._gauge(gauge).labels(run=self._run, of=of).set(value)
-            shown[key] = value
-        return set(shown)
+            gauge, of = named(name)
+            self._gauge(gauge).labels(run=self._run, of=of, metric=name).set(value)
+            shown.add((gauge, of, name))
+        return shown
 
     def _gauge(self, name: str) -> Any:
         if name not in self._gauges:
             from prometheus_client import Gauge
 
-            self._gauges[name] = Gauge(name, name, ["run", "of"], registry=self._registry)
+            self._gauges[name] = Gauge(name, name, ["run", "of", "metric"], registry=self._registry)
         return self._gauges[name]
 
     def close(self) -> None:

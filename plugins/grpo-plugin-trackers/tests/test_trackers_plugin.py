@@ -323,6 +323,23 @@ def test_what_a_later_step_does_not_have_is_served_no_longer(tmp_path):
 
 
 @pytest.mark.long
+def test_metrics_with_names_that_are_rewritten_to_the_same_one_are_all_served(tmp_path):
+    from prometheus_client.parser import text_string_to_metric_families
+
+    names = ["a-b/sort", "a_b/sort", "a.b/sort", "a/sort/b", "a_b/sort/", "a/b/c_d", "a/b/c/d", "a_c/b/d"]
+    tracker = made("openmetrics", tmp_path, port=0)
+    tracker.metrics(1, {name: float(place) for place, name in enumerate(names)})
+    with urllib.request.urlopen(tracker.address, timeout=10) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    tracker.metrics(2, {"a_b/sort": 9.0})
+    left = served(tracker)
+    tracker.close()
+    read = {s.labels["metric"]: s.value for family in families for s in family.samples}
+    assert {name: read.get(name) for name in names} == {name: float(i) for i, name in enumerate(names)}
+    assert left == {("grpo_core_a_b", "sort"): 9.0, ("grpo_core_step", ""): 2.0}
+
+
+@pytest.mark.long
 def test_a_free_port_is_reported(tmp_path):
     pytest.importorskip("prometheus_client")
     tracker = made("openmetrics", tmp_path, port=0)

@@ -238,6 +238,8 @@ def played(environment, *calls, row=None):
             call = {"id": str(i), "type": "function", "function": {"name": name, "arguments": arguments}}
             messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
             (feedback,) = host.evaluate([grpo.Episode(prompt=prompt, messages=messages, session="s")])
+            # functions and get_reward see the whole conversation once, as TRL's trainer calls them
+            assert (feedback.done, feedback.reward or 0.0, dict(feedback.metrics)) == (False, 0.0, {})
             messages += feedback.messages
             answers.append(feedback.messages[-1]["content"])
         messages.append({"role": "assistant", "content": "done"})

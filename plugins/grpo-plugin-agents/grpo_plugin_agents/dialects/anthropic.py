@@ -9,6 +9,9 @@ from typing import Any
 from grpo_plugin_agents.dialects import reading
 from grpo_plugin_agents.dialects.requests import Answer, BadRequest, ChatRequest, History
 
+_READ = ("max_tokens", "messages", "stop_sequences", "system")
+"""Fields that only this dialect has."""
+
 
 class AnthropicMessages:
     """``POST /v1/messages``."""
@@ -19,25 +22,28 @@ class AnthropicMessages:
             messages.append({"role": "system", "content": system})
         for given in reading.objects(body, "messages"):
             messages += _anthropic_messages(given)
-        choice = body.get("tool_choice")
-        hidden = isinstance(choice, dict) and choice.get("type") == "none"
-        tools = [reading.tool(tool, "input_schema") for tool in reading.objects(body, "tools")]
+        if messages and messages[-1]["role"] == "assistant":
+            raise BadRequest("the last message is the assistant's; its beginning cannot be continued here")
+        tools = [
+            reading.tool(tool, "custom", tool, "input_schema") for tool in reading.objects(body, "tools")
+        ]
         return ChatRequest(
             messages=reading.checked(messages),
-            tools=() if hidden else tuple(tools),
+            tools=() if reading.kind(body.get("tool_choice")) == "none" else tuple(tools),
             max_tokens=reading.number(body, "max_tokens"),
             stop=reading.texts(body.get("stop_sequences"), "stop_sequences"),
             stream=bool(body.get("stream")),
             model=str(body.get("model") or ""),
-            ignored=reading.ignored_fields(body),
+            ignored=reading.ignored_fields(body, _READ),
+            wants_thinking=reading.kind(body.get("thinking")) not in (None, "disabled"),
         )
 
     def reply(self, request: ChatRequest, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
         return {
             **self._head(request, answer),
-            "content": _blocks(answer),
-            "stop_reason": _anthropic_reason(answer),
+            "content": _blocks(request, answer),
+            **_end(answer),
             "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens},
         }
 
@@ -47,14 +53,14 @@ class AnthropicMessages:
             **self._head(request, answer),
             "content": [],
             "stop_reason": None,
+            "stop_sequence": None,
             "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": 0},
         }
         events: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
-        for index, block in enumerate(_blocks(answer)):
+        for index, block in enumerate(_blocks(request, answer)):
             events += _block_events(index, block)
-        end = {"stop_reason": _anthropic_reason(answer), "stop_sequence": None}
         usage = {"output_tokens": answer.completion_tokens}
-        events += [{"type": "message_delta", "delta": end, "usage": usage}, {"type": "message_stop"}]
+        events += [{"type": "message_delta", "delta": _end(answer), "usage": usage}, {"type": "message_stop"}]
         for event in events:
             yield event["type"], event
 
@@ -72,7 +78,6 @@ class AnthropicMessages:
             "type": "message",
             "role": "assistant",
             "model": request.model,
-            "stop_sequence": None,
         }
 
 
@@ -95,18 +100,24 @@ def _anthropic_messages(given: dict[str, Any]) -> Iterable[dict[str, Any]]:
         for block in content
         if block.get("type") == "tool_use"
     ]
-    thoughts = ("thinking", "redacted_thinking")
-    rest = [block for block in content if block.get("type") not in ("tool_result", "tool_use", *thoughts)]
+    others = ("tool_result", "tool_use", "thinking", "redacted_thinking")
+    rest = [block for block in content if block.get("type") not in others]
     message: dict[str, Any] = {"role": role, "content": rest}
+    if thinking := "".join(str(block.get("thinking") or "") for block in content):
+        message["reasoning_content"] = thinking
     if calls:
         message["tool_calls"] = calls
     return [*results, *([message] if rest or calls or not results else [])]
 
 
-def _blocks(answer: Answer) -> list[dict[str, Any]]:
+def _blocks(request: ChatRequest, answer: Answer) -> list[dict[str, Any]]:
+    """Return the blocks of a reply; thinking is left out for a client that did not request it."""
+    thought, content = answer.parts
     blocks: list[dict[str, Any]] = []
-    if answer.content or not answer.calls:
-        blocks.append({"type": "text", "text": answer.content})
+    if thought and request.wants_thinking:
+        blocks.append({"type": "thinking", "thinking": thought, "signature": ""})
+    if content or not (blocks or answer.calls):
+        blocks.append({"type": "text", "text": content})
     for call in answer.calls:
         arguments = call["function"]["arguments"]
         given = arguments if isinstance(arguments, Mapping) else {"arguments": arguments}
@@ -117,16 +128,22 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
 
 
 def _block_events(index: int, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    if block["type"] == "text":
-        empty: dict[str, Any] = {"text": ""}
-        delta = {"type": "text_delta", "text": block["text"]}
-    else:
-        empty = {"input": {}}
+    kind = block["type"]
+    if kind == "tool_use":
+        empty: dict[str, Any] = {"input": {}}
         delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
+    else:
+        empty = {kind: ""}
+        delta = {"type": f"{kind}_delta", kind: block[kind]}
     yield {"type": "content_block_start", "index": index, "content_block": {**block, **empty}}
     yield {"type": "content_block_delta", "index": index, "delta": delta}
     yield {"type": "content_block_stop", "index": index}
 
 
-def _anthropic_reason(answer: Answer) -> str:
-    return "max_tokens" if answer.truncated else "tool_use" if answer.calls else "end_turn"
+def _end(answer: Answer) -> dict[str, Any]:
+    """Return why a reply ended; complete calls are to be run, whatever ended the text after them."""
+    if answer.truncated:
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if answer.calls or answer.stop is None:
+        return {"stop_reason": "tool_use" if answer.calls else "end_turn", "stop_sequence": None}
+    return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop}

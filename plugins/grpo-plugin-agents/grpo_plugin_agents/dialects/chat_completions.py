@@ -9,23 +9,28 @@ from grpo_core.kit import thoughts
 from grpo_plugin_agents.dialects import openai, reading
 from grpo_plugin_agents.dialects.requests import Answer, ChatRequest, History
 
+_READ = ("max_completion_tokens", "max_tokens", "messages", "n", "stop", "stream_options")
+"""Fields that only this dialect has."""
+
 
 class ChatCompletions:
     """``POST /v1/chat/completions``."""
 
     def read(self, body: Mapping[str, Any], history: History) -> ChatRequest:
         options = body.get("stream_options")
-        tools = [reading.tool(tool.get("function")) for tool in reading.objects(body, "tools")]
+        tools = [
+            reading.tool(tool, "function", tool.get("function")) for tool in reading.objects(body, "tools")
+        ]
         messages = [message_of(message) for message in reading.objects(body, "messages")]
         return ChatRequest(
             messages=reading.checked(messages),
-            tools=() if body.get("tool_choice") == "none" else tuple(tools),
+            tools=() if reading.kind(body.get("tool_choice")) == "none" else tuple(tools),
             n=reading.number(body, "n") or 1,
             max_tokens=reading.number(body, "max_completion_tokens", "max_tokens"),
             stop=reading.texts(body.get("stop"), "stop"),
             stream=bool(body.get("stream")),
             model=str(body.get("model") or ""),
-            ignored=reading.ignored_fields(body),
+            ignored=reading.ignored_fields(body, _READ),
             wants_usage=isinstance(options, dict) and bool(options.get("include_usage")),
         )
 
@@ -107,6 +112,12 @@ def _chat_reason(answer: Answer) -> str:
     return "length" if answer.truncated else "tool_calls" if answer.calls else "stop"
 
 
-def _chat_usage(answers: Sequence[Answer]) -> dict[str, int]:
+def _chat_usage(answers: Sequence[Answer]) -> dict[str, Any]:
     read, written = answers[0].prompt_tokens, sum(answer.completion_tokens for answer in answers)
-    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    details = {"reasoning_tokens": sum(answer.thought_tokens for answer in answers)}
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": written,
+        "total_tokens": read + written,
+        "completion_tokens_details": details,
+    }

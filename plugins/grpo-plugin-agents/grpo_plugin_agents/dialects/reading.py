@@ -9,9 +9,19 @@ from grpo_core import Message
 from grpo_core.kit import MessageError, normalised
 from grpo_plugin_agents.dialects.requests import BadRequest
 
-_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-                       "repetition_penalty", "seed", "logit_bias", "reasoning_effort"})  # fmt: skip
-"""Sampling parameters of requests, which have no effect: the run's settings apply."""
+_READ = ("model", "stream", "tools", "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs",
+         "response_format", "thinking")  # fmt: skip
+"""Fields that each dialect reads."""
+_SILENT = ("metadata", "user", "user_profile_id", "safety_identifier", "store", "service_tier", "include",
+           "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_control",
+           "stream_options", "truncation", "inference_geo", "moderation", "diagnostics")  # fmt: skip
+"""Fields that change no completion."""
+_REFUSED = ("functions", "function_call", "audio", "web_search_options", "background", "conversation",
+            "prompt", "container", "mcp_servers", "context_management", "structured_outputs",
+            "structural_tag", "continue_final_message", "echo", "prompt_logprobs")  # fmt: skip
+"""Fields without which the reply is not what the client expects."""
+_UNSET: tuple[Any, ...] = (None, [], {}, "auto", "default", "disabled", ["text"])
+"""Values with which a field asks for nothing."""
 
 
 def number(body: Mapping[str, Any], *keys: str) -> int | None:
@@ -42,10 +52,14 @@ def call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
     return {"id": id, "function": {"name": name, "arguments": arguments}}
 
 
-def tool(function: Any, schema: str = "parameters") -> dict[str, Any]:
-    """Convert a tool to the form of chat templates."""
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadRequest(f"{short(function)} is not a tool that the client runs; expected a function")
+def tool(given: Mapping[str, Any], type: str, function: Any, schema: str = "parameters") -> dict[str, Any]:
+    """Convert a tool to the form of chat templates; one of another type is run, or known, by its server."""
+    if (
+        given.get("type", type) != type
+        or not isinstance(function, dict)
+        or not isinstance(function.get("name"), str)
+    ):
+        raise BadRequest(f"{short(given)} is not a tool that the client runs; expected a function")
     return {
         "type": "function",
         "function": {
@@ -56,30 +70,39 @@ def tool(function: Any, schema: str = "parameters") -> dict[str, Any]:
     }
 
 
-def ignored_fields(body: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the fields that have no effect.  Raises BadRequest for fields that the reply would violate."""
+def ignored_fields(body: Mapping[str, Any], read: Sequence[str]) -> tuple[str, ...]:
+    """Return the fields that have no effect.  Raises BadRequest for fields that the reply would violate.
+
+    Args:
+        read: fields that the dialect reads in addition to those of all dialects.
+    """
     _refuse(body)
-    names = {key for key in _SAMPLING if body.get(key) is not None}
-    if _kind(body.get("tool_choice")) not in (None, "auto", "none"):
+    names = {key for key, value in body.items() if value not in _UNSET} - {*_READ, *_SILENT, *read}
+    choice = body.get("tool_choice")
+    if kind(choice) not in (None, "auto", "none"):
         names.add("tool_choice")
+    if isinstance(choice, dict) and choice.get("disable_parallel_tool_use"):
+        names.add("tool_choice.disable_parallel_tool_use")
     if body.get("parallel_tool_calls") is False:
         names.add("parallel_tool_calls")
-    if _kind(body.get("thinking")) not in (None, "disabled"):
-        names.add("thinking")
-    reasoning = body.get("reasoning")
-    if isinstance(reasoning, dict) and any(value is not None for value in reasoning.values()):
-        names.add("reasoning")
+    reasoning, thinking = body.get("reasoning"), body.get("thinking")
+    if isinstance(reasoning, dict) and not any(value is not None for value in reasoning.values()):
+        names.discard("reasoning")
+    if isinstance(thinking, dict) and thinking.get("budget_tokens"):
+        names.add("thinking.budget_tokens")
     return tuple(sorted(names))
 
 
 def _refuse(body: Mapping[str, Any]) -> None:
-    """Raise BadRequest for a response format or logprobs, which the run does not offer."""
-    text = body.get("text")
+    """Raise BadRequest for what the run does not offer, such as logprobs or a response format."""
+    if wanted := [key for key in _REFUSED if body.get(key)]:
+        raise BadRequest(f"{wanted[0]} is {short(body[wanted[0]])}, which is not offered here; leave it out")
     formats = {"response_format": body.get("response_format")}
-    if isinstance(text, dict):
-        formats["text.format"] = text.get("format")
+    for key in ("text", "output_config"):
+        if isinstance(outer := body.get(key), dict):
+            formats[f"{key}.format"] = outer.get("format")
     for key, value in formats.items():
-        if _kind(value) not in (None, "text"):
+        if kind(value) not in (None, "text"):
             raise BadRequest(
                 f"{key} is {short(value)}; what is sampled is not constrained to a format: ask for it in a "
                 "message, or offer a tool with these parameters"
@@ -90,7 +113,7 @@ def _refuse(body: Mapping[str, Any]) -> None:
         raise BadRequest("logprobs are not sent to agents; the run records them. Leave the field out")
 
 
-def _kind(choice: Any) -> Any:
+def kind(choice: Any) -> Any:
     """Return the choice in a field: its ``type`` if it is an object, else its value."""
     return choice.get("type") if isinstance(choice, dict) else choice
 

@@ -31,6 +31,8 @@ class ChatRequest:
     """Fields of sampling that have no effect."""
     wants_usage: bool = False
     """Whether the stream of a chat completion ends with the token usage."""
+    wants_thinking: bool = False
+    """Whether a client of Anthropic's messages reads blocks of thinking."""
 
 
 @frozen(kw_only=True)
@@ -42,6 +44,10 @@ class Answer:
     finish_reason: EndReason
     prompt_tokens: int
     completion_tokens: int
+    thought_tokens: int = 0
+    """Number of tokens up to the end of the thinking."""
+    stop: str | None = None
+    """The stop sequence of the request that ended the completion, if one did."""
     thinking: bool = False
     """Whether the prompt opens a thinking block that the completion does not close."""
 

@@ -9,6 +9,9 @@ from grpo_plugin_agents.dialects import openai, reading
 from grpo_plugin_agents.dialects.chat_completions import message_of
 from grpo_plugin_agents.dialects.requests import Answer, BadRequest, ChatRequest, History
 
+_READ = ("input", "instructions", "max_output_tokens", "previous_response_id", "text")
+"""Fields that only this dialect has."""
+
 
 class Responses:
     """``POST /v1/responses``."""
@@ -30,14 +33,14 @@ class Responses:
         )
         for item in items:
             _add_item(messages, item)
-        tools = [reading.tool(tool) for tool in reading.objects(body, "tools")]
+        tools = [reading.tool(tool, "function", tool) for tool in reading.objects(body, "tools")]
         return ChatRequest(
             messages=reading.checked(messages),
-            tools=() if body.get("tool_choice") == "none" else tuple(tools),
+            tools=() if reading.kind(body.get("tool_choice")) == "none" else tuple(tools),
             max_tokens=reading.number(body, "max_output_tokens"),
             stream=bool(body.get("stream")),
             model=str(body.get("model") or ""),
-            ignored=reading.ignored_fields(body),
+            ignored=reading.ignored_fields(body, _READ),
         )
 
     def reply(self, request: ChatRequest, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -64,7 +67,7 @@ class Responses:
                 "input_tokens": read,
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                 "output_tokens": written,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": answer.thought_tokens},
                 "total_tokens": read + written,
             },
         }
@@ -114,11 +117,15 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
 
 
 def _items(answer: Answer) -> list[dict[str, Any]]:
-    """Return the output items of a reply, the text first."""
+    """Return the output items of a reply: its thinking, its text, its calls."""
     status = "incomplete" if answer.truncated else "completed"
+    thought, content = answer.parts
     items: list[dict[str, Any]] = []
-    if answer.content or not answer.calls:
-        text = {"type": "output_text", "text": answer.content, "annotations": [], "logprobs": []}
+    if thought:
+        parts = [{"type": "reasoning_text", "text": thought}]
+        items.append({"id": f"rs_{answer.id}", "type": "reasoning", "summary": [], "content": parts})
+    if content or not answer.calls:
+        text = {"type": "output_text", "text": content, "annotations": [], "logprobs": []}
         items.append({"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "status": status,
                       "content": [text]})  # fmt: skip
     items += [
@@ -137,7 +144,7 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
 
 def _item_events(index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
     at = {"output_index": index, "item_id": item["id"]}
-    empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}
+    empty: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
     begun = {**item, **empty, "status": "in_progress"}
     yield {"type": "response.output_item.added", "output_index": index, "item": begun}
     if item["type"] == "message":
@@ -148,6 +155,10 @@ def _item_events(index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield {"type": "response.output_text.delta", **at, "delta": part["text"], "logprobs": []}
         yield {"type": "response.output_text.done", **at, "text": part["text"], "logprobs": []}
         yield {"type": "response.content_part.done", **at, "part": part}
+    elif item["type"] == "reasoning":
+        (part,), kind = item["content"], "response.reasoning_text"
+        yield {"type": f"{kind}.delta", **at, "content_index": 0, "delta": part["text"]}
+        yield {"type": f"{kind}.done", **at, "content_index": 0, "text": part["text"]}
     else:
         kind = "response.function_call_arguments"
         yield {"type": f"{kind}.delta", **at, "delta": item["arguments"]}
