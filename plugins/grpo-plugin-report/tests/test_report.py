@@ -119,9 +119,9 @@ def run_of(*tasks, steps=4):
 
 def test_a_finished_run_leaves_a_report_of_its_learning(tmp_path):
     page = Page(record(tmp_path / "a-run", run_of("sort")))
-    for told in ("a-run", "finished", "sort: validation accuracy", "12.5% →", "97.0%", "engines at work", "75%",
-                 "of the time; the trainer 50%", "max_staleness is 1", "52341=", "54321",
-                 "[tasks.sort]"):  # fmt: skip
+    for told in ("a-run", "finished", "sort: validation accuracy", "12.5% →", "97.0%",
+                 "engines at work", "75%", "of the time; the trainer 50%", "max_staleness is 1", "52341=",
+                 "54321", "[tasks.sort]"):  # fmt: skip
         assert told in page.text, told
     assert re.search(r"tokens generated\s*8M", page.text), "a million per second, in four steps, 2 s each"
 
