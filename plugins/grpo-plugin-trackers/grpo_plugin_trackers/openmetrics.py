@@ -62,7 +62,7 @@ class OpenMetrics(grpo.Tracker):
 
     def _show(self, values: Mapping[str, float]) -> set[tuple[str, ...]]:
         """Set the gauges of these metrics; return their names and labels."""
-        shown = set()
+        shown: set[tuple[str, ...]] = set()
         for name, value in values.items():
             gauge, of = named(name)
             self._gauge(gauge).labels(run=self._run, of=of, metric=name).set(value)
