@@ -414,7 +414,7 @@ HOSTED = st.fixed_dictionaries(
 def test_an_answer_of_a_hosted_model_is_a_reply_or_a_declared_error(answer):
     given = read_json(json.dumps(answer).encode(), object)
     with contextlib.suppress(grpo.EngineError, grpo.PluginError):
-        reply, _ = hosted_reply(given, "http://there/")
+        reply, _ = hosted_reply(given, "http://there/", ())
         renderer = TextRenderer()
         ids = renderer.prompt_ids([{"role": "user", "content": "?"}], ())
         made = renderer.completion(reply, grpo.GenerationRequest(prompt_ids=ids, max_tokens=5))

@@ -20,9 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import grpo_core
 from grpo_core import ModelError
-from grpo_core.commands import export
-from grpo_core.kit import ModelFiles, Renderer
-from grpo_core.reporting.stored import stored_rollouts
+from grpo_core.kit import ModelFiles, Renderer, groups_in
 from grpo_plugin_devkit.model_sources import check_model_source
 from grpo_plugin_smollm2 import source
 
@@ -227,11 +225,12 @@ def test_what_a_run_in_bfloat16_measured_is_what_it_leaves(tmp_path):
     said = {row["step"]: row["accuracy"] for row in run.validations()}
     assert said[20] > said[0] + 0.2
     assert grpo_core.validate(run, output=tmp_path / "again")["sums"]["accuracy"] == said[20]
-    assert export.export(run.path, output=tmp_path / "out") == 0
+    subprocess.run([GRPO, "export", run.path, "--output", tmp_path / "out"], check=True, capture_output=True)
     wide = {"name": "local", "options": {"dtype": "float32"}}
     grpo_core.validate(run, output=tmp_path / "wide", engine=wide)
     for dtype, measured in ((torch.bfloat16, "again"), (torch.float32, "wide")):
-        groups = stored_rollouts(tmp_path / measured, 20, validation=True)
+        (texts,) = (tmp_path / measured).rglob("*.jsonl.gz")
+        groups = groups_in(texts)
         rollouts = [group.rollouts[0] for group in groups]
         right = [rollout.reward >= 1 for rollout in rollouts]
         replies = greedy(tmp_path / "out", [group.prompt.messages[-1]["content"] for group in groups], dtype)
