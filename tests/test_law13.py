@@ -73,7 +73,10 @@ DTYPES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype",
+    ["bfloat16", *(pytest.param(name, marks=pytest.mark.nightly) for name in DTYPES if name != "bfloat16")],
+)
 def test_every_reader_gets_the_bits_that_the_engine_held(tmp_path: Path, dtype: str) -> None:
     model, engine = DTYPES[dtype]
     run = trained(tmp_path, model=model, engine=engine)
@@ -124,7 +127,7 @@ def test_a_resume_and_a_new_run_from_a_checkpoint_begin_with_the_bits_that_the_e
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
 def test_adapters_are_read_as_they_were_published_and_merged_as_the_engine_added_them(
     tmp_path: Path, dtype: str
 ) -> None:
@@ -179,7 +182,7 @@ def test_an_engine_of_validation_in_float32_measures_the_rounded_policy(tmp_path
 @pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make install-vllm"
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
 def test_what_vllm_measured_is_measured_again(tmp_path: Path, dtype: str) -> None:
     """Greedy replies of vLLM to the weights of a checkpoint are those of the run; LoRA is another test's."""
     name = f"{HELD.with_name('held_by_vllm.py')}:Recorded"
