@@ -78,10 +78,10 @@ demo: $(SMALL)
 test: $(READY) $(RAY) $(VLLM)
 	@$(BIN)/python tests/suite.py -n auto -m "not slow and not nightly"
 
-# what CI runs: the slow tests as well, and those that need an environment of their own
+# what CI runs: the slow tests as well, and those that need a small environment of their own
 test-all: test
 	@$(BIN)/python tests/suite.py -n 2 --dist loadfile -m "slow and not nightly"
-	@$(BIN)/python tests/foreign.py
+	@$(BIN)/python tests/foreign.py verifiers inspect
 
 test-fast: $(READY)
 	@$(BIN)/python -m pytest -n auto -m "not slow and not long and not nightly"
