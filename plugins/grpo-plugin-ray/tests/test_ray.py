@@ -469,7 +469,7 @@ def test_an_async_judge_in_a_ray_worker_has_slots_and_its_incidents_arrive(ray, 
             feedback = await asyncio.gather(*(pool.evaluate([each]) for each in asked))
             assert [each.reward for (each,) in feedback] == [1.0] * 4
             (failed,) = await pool.evaluate([episode(prompts[0], "raise")])
-            assert failed.error == "RuntimeError: 503"
+            assert (failed.fault.kind, failed.fault.message) == ("RuntimeError", "503")
         finally:
             await pool.aclose()
 
@@ -477,7 +477,9 @@ def test_an_async_judge_in_a_ray_worker_has_slots_and_its_incidents_arrive(ray, 
         asyncio.run(story())
     (incident,) = incidents
     assert (incident.kind, incident.component) == ("call_failed", "environment sort 0")
-    assert re.fullmatch(r"environment sort 0 \(.+, process \d+\): RuntimeError: 503", incident.message)
+    assert re.fullmatch(
+        r"environment sort 0 \(.+, process \d+\): \w+\.py:\d+ in \w+: RuntimeError: 503", incident.message
+    )
 
 
 AGENT = """
