@@ -358,6 +358,7 @@ def test_accuracy_is_claimed_only_where_a_success_is_declared(here):
                 "--set", 'tracking.trackers=["files", "./envs.py:Loaded"]')  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "LOADED transformers\n" in done.stdout, "the main process imports no torch"
+    (said,) = (line for line in done.stdout.splitlines() if line.startswith("finished: "))
     rows = metrics(here / "run")
     names = {key for row in rows for key in row}
     for task, headline in {"plain": "reward", "declared": "accuracy", "set": "accuracy"}.items():
@@ -365,8 +366,7 @@ def test_accuracy_is_claimed_only_where_a_success_is_declared(here):
         assert names & claimed == (claimed if headline == "accuracy" else set()), task
         first, last = (row[f"validation/{task}/{headline}"] for row in (rows[0], rows[-1]))
         shown = "{:.1%} -> {:.1%}" if headline == "accuracy" else "{:.4g} -> {:.4g}"
-        assert f"{task}: validation {headline} {shown.format(first, last)}" in done.stdout.splitlines()[-3]
-    assert done.stdout.splitlines()[-3].startswith("finished: ")
+        assert f"{task}: validation {headline} {shown.format(first, last)}" in said
 
 
 @pytest.mark.slow
