@@ -123,6 +123,8 @@ def train(
         if start.directory.has_trained():
             error.add_note(f"train(resume={str(start.directory.path)!r}) continues the run")
         raise
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"train(resume={str(start.directory.path)!r}) continues the run") from None
     finally:
         start.directory.unlock()
         gc.unfreeze()
