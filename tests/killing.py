@@ -107,7 +107,7 @@ class Run:
     def finished(self) -> bool:
         return not self.running and self.process.returncode == 0
 
-    def wait(self, condition: Callable[[], object], seconds: float = 60.0) -> float:
+    def wait(self, condition: Callable[[], object], seconds: float = 150.0) -> float:
         """Until it holds; returns how long that took.  AssertionError if the run ends or time is up."""
         began = time.monotonic()
         while not condition():
