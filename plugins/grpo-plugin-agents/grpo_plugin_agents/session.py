@@ -275,7 +275,7 @@ class Session:
             node = self.recorder.record(turn, completion, message)
             answer = self._answered(node, thinking and thoughts.THOUGHT_ENDS not in text)
             stop = next(iter(_stops(request, completion, text)), None)
-            thought = self._thought_tokens(turn, completion, text) if answer.parts[0] else 0
+            thought = self._thought_tokens(completion, text) if answer.parts[0] else 0
             answers.append(evolve(answer, stop=stop, thought_tokens=thought))
         return Reply(body=encoded(dialect, request, answers), stream=request.stream)
 
@@ -292,14 +292,14 @@ class Session:
             content = content.partition(stop)[0]
         return {**message, "content": content}
 
-    def _thought_tokens(self, turn: Turn, completion: Completion, text: str) -> int:
+    def _thought_tokens(self, completion: Completion, text: str) -> int:
         """Return the number of tokens up to the end of a completion's thinking."""
-        ids, context = completion.token_ids.tolist(), turn.context.tolist()
+        ids = completion.token_ids.tolist()
         if not (ends := text.count(thoughts.THOUGHT_ENDS)):
             return len(ids)
 
         def thinks(tokens: int) -> bool:
-            (part,) = self.play.renderer.texts([ids[:tokens]], [context])
+            (part,) = self.play.renderer.texts([ids[:tokens]])
             return part.count(thoughts.THOUGHT_ENDS) == ends
 
         return 1 + bisect.bisect_left(range(1, len(ids)), True, key=thinks)

@@ -122,7 +122,7 @@ def _parts(
     beginning = f"validation/{task}/feedback_"
     names |= {key.removeprefix(beginning) for row in validations for key in row if key.startswith(beginning)}
     return {
-        name: (points(steps, f"feedback_{name}/{task}"), points(validations, beginning + name))
+        unquote(name): (points(steps, f"feedback_{name}/{task}"), points(validations, beginning + name))
         for name in sorted(names)[:MOST_PARTS]
     }
 
@@ -252,7 +252,6 @@ def _reward_parts(task: Task) -> list[Chart | None]:
 
     def series(index: int, name: str) -> list[Series]:
         trained, measured = task.parts[name]
-        name = unquote(name)
         return [
             Series(name=name, points=trained, colour=index + index // GREY),
             Series(name=f"{name}, validation", points=measured, colour=index + index // GREY, style="dots"),
@@ -264,11 +263,7 @@ def _reward_parts(task: Task) -> list[Chart | None]:
     note = "what the environment reports besides the reward"
     return [
         chart(f"{task.name}: parts", together, low=0, high=1, note=note),
-        *(
-            chart(f"{task.name}: {unquote(name)}", series(0, name), note=note)
-            for name in values
-            if name not in shares
-        ),
+        *(chart(f"{task.name}: {name}", series(0, name), note=note) for name in values if name not in shares),
     ]
 
 
