@@ -116,23 +116,20 @@ def train(
     if start.over is not None and start.over.complete:
         start.directory.unlock()
         return Run(start.directory.path)
-    stop = Stop()
+    stop, again = Stop(), f"train(resume={str(start.directory.path)!r}) continues"
     try:
         outcome = _finished(build.train(start, listeners=heard, stop=stop), stop)
     except Exception as error:
         if start.directory.has_trained():
-            error.add_note(f"train(resume={str(start.directory.path)!r}) continues the run")
+            error.add_note(f"{again} the run")
         raise
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"train(resume={str(start.directory.path)!r}) continues the run") from None
+        raise KeyboardInterrupt(f"{again} the run") from None
     finally:
         start.directory.unlock()
         gc.unfreeze()
     if outcome.reason == "interrupted":
-        raise KeyboardInterrupt(
-            f"the run ended after step {outcome.step}; "
-            f"train(resume={str(start.directory.path)!r}) continues it"
-        )
+        raise KeyboardInterrupt(f"the run ended after step {outcome.step}; {again} it")
     return Run(start.directory.path)
 
 
