@@ -9,7 +9,6 @@ import attrs
 from grpo_core import config
 from grpo_core.config.meanings import meanings
 from grpo_core.config.sections import keys_of
-from grpo_core.plugins.hints import KEYS
 from grpo_core.plugins.host import PluginHost
 
 
@@ -44,7 +43,7 @@ def _sections_of_plugins() -> list[str]:
     """Return the tables of what our own plugins add."""
     lines: list[str] = []
     for plugin in PluginHost.discover().plugins:
-        for section in plugin.sections if plugin.distribution in KEYS.values() else ():
+        for section in plugin.sections if plugin.distribution.startswith("grpo-plugin-") else ():
             title = f"[{section.name}], with `pip install {plugin.distribution}`"
             lines += _table(title, section.kind)
     return lines

@@ -76,6 +76,18 @@ def test_the_command_of_a_plugin_is_listed_without_importing_what_it_runs(site):
     assert not {"greeting.work", "torch", "numpy"} & set(loaded.split())
 
 
+def test_the_help_imports_no_configuration_and_no_package_of_a_plugin_but_its_commands(site):
+    loaded = grpo(site(), "--help").stdout.split("LOADED")[1].split()
+    assert [name for name in loaded if name.startswith(("grpo_core.config", "grpo_core.kit"))] == []
+    of_plugins = {name for name in loaded if name.startswith("grpo_plugin_")}
+    assert of_plugins == {
+        f"grpo_plugin_{name}{end}"
+        for name in ("audit", "devkit", "doctor", "replay", "report")
+        for end in ("", ".commands")
+    }
+    assert len([name for name in loaded if name.startswith("grpo_core")]) <= 25
+
+
 @pytest.mark.parametrize("name", ["greet", "greeting"], ids=["its name", "its distribution"])
 def test_the_list_of_allowed_plugins_may_name_one_that_offers_commands_alone(site, name):
     done = grpo(site(entry="greet"), "plugins", GRPO_PLUGINS=name)

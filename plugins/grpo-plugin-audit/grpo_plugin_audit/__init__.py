@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from grpo_core import hookimpl
-from grpo_plugin_audit.section import AuditConfig
 
 
 @hookimpl
 def grpo_config_sections() -> Mapping[str, object]:
+    from grpo_plugin_audit.section import AuditConfig  # not for each command's help
+
     return {"audit": AuditConfig | None}
 
 
