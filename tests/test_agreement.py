@@ -87,7 +87,7 @@ def said(logprob: float, answer: tuple[int, float] | None = None) -> Canary:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("kept", [True, pytest.param(False, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("noise", [laplace, heavy_tailed, routed])
 def test_ten_thousand_syncs_of_a_bfloat16_engine_end_no_run(noise: Noise, kept: bool) -> None:
     chance = np.random.default_rng(0)

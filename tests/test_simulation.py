@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from attrs import asdict, evolve
-from hypothesis import settings
 from simulation.faults import DEATHS, ENDS, NONE, SURVIVED, UNSEEN, Faults
 from simulation.runs import simulate
 
@@ -50,10 +49,10 @@ def test_what_an_engine_samples_is_not_trained_if_it_dies_before_its_canary_is_a
     holds(1058, "deadline", 4, ranks=1)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(("policy", "max_staleness"), CASES)
 def test_all_laws_hold_over_many_more_seeds(policy, max_staleness):
-    for seed in range(1000, 1050 if settings.get_current_profile_name() == "nightly" else 1005):
+    for seed in range(1000, 1050):
         holds(seed, policy, max_staleness)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from size import code_lines, counted, sums
 
-LIMITS = {"core": 24_165, "built-in": 4_610, "all distributions": 54_610}
+LIMITS = {"core": 24_120, "built-in": 4_610, "all distributions": 54_560}
 
 
 @pytest.mark.parametrize("part", LIMITS)

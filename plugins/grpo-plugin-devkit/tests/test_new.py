@@ -123,7 +123,7 @@ def test_a_new_engine_refuses_to_promise_what_its_batches_cannot_keep(tmp_path):
         engine(EngineSetup(model="m", reproducible=True))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_every_kind_of_plugin_works_with_every_other_kind(tmp_path):
     """One run with a new plugin of each kind: all pairs of them, before and after a resume."""
     pytest.importorskip("openai")

@@ -153,7 +153,7 @@ def required(distribution_name: str) -> set[str]:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_declared_dependencies_are_enough_for_the_conversion(tmp_path):
     site = tmp_path / "site"
     site.mkdir()
