@@ -94,6 +94,7 @@ lint: $(READY) $(RAY)
 
 # Hypothesis looks for new examples, and begins elsewhere each time
 test-nightly: $(READY) $(RAY) $(VLLM)
+	@$(PIP) -c constraints.txt "litdata>=0.2.76"
 	@$(BIN)/python -m pytest --hypothesis-profile=nightly
 
 # what needs verifiers, Inspect or TransferQueue, each in an environment of its own

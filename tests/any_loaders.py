@@ -423,3 +423,40 @@ def webdataset_in_a_stateful_loader(folder: Path) -> Any:
 
 
 OPTIONS["stateful_weighted"] = {"repeats": True}
+
+
+# ---------------------------------------------------------------------------------- litdata
+
+
+def _chunks(folder: Path) -> str:
+    """Write the rows as chunks of 50, once."""
+    from litdata.streaming.writer import BinaryWriter
+
+    chunks = folder / "chunks"
+    if not (chunks / "index.json").exists():
+        writer = BinaryWriter(str(chunks), chunk_size=50)
+        for i, given in enumerate(rows()):
+            writer[i] = given
+        writer.done()
+        writer.merge()
+    return str(chunks)
+
+
+@loader
+def litdata_rows(folder: Path) -> Any:
+    from litdata import StreamingDataset
+
+    return StreamingDataset(_chunks(folder))
+
+
+@loader
+def litdata_in_its_loader(folder: Path) -> Any:
+    from litdata import StreamingDataLoader, StreamingDataset
+
+    shuffled = StreamingDataset(_chunks(folder), shuffle=True, seed=3)
+    return StreamingDataLoader(shuffled, batch_size=1, collate_fn=_only)
+
+
+def _only(batch: list[Any]) -> Any:
+    (one,) = batch
+    return one

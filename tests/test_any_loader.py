@@ -24,6 +24,7 @@ STEPS = 2 * N // PER_STEP + 2
 REFUSED = {
     "duckdb_batches",
     "generator",
+    "litdata_rows",
     "own_state_that_is_wrong",
     "polars_iterator",
     "pyarrow_batches",
@@ -42,7 +43,7 @@ QUICK = {
     "stateful_shuffled",
     "webdataset",
 }
-WITHOUT = {"webdataset": "webdataset", "duckdb": "duckdb", "polars": "polars", "pandas": "pandas"}
+WITHOUT = {name: name for name in ("webdataset", "duckdb", "polars", "pandas", "litdata")}
 """Packages that a loader needs and the project does not, by the beginning of its name."""
 
 

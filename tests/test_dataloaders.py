@@ -298,6 +298,16 @@ def test_a_buffer_knows_how_many_prompts_it_will_ask_for():
 # ---------------------------------------------------------------------------------- what is refused
 
 
+class OfALibrary(IterableDataset):
+    """Its loader knows how many rows the loader's workers have given."""
+
+    def __iter__(self):
+        return (row(i) for i in range(9))
+
+    def state_dict(self, num_samples_yielded, num_workers):
+        return {"read": num_samples_yielded}
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -314,6 +324,7 @@ def test_a_buffer_knows_how_many_prompts_it_will_ask_for():
         (lambda: "rows.jsonl", "of type str; expected"),
         (list, "it has no rows"),
         (lambda: Own(0), "it ended without a row"),
+        (OfALibrary, r"state_dict\(\) of OfALibrary needs arguments, .*: return that loader"),
         (lambda: [3], r"row 1 is 3 of type int, expected a Prompt or a mapping"),
         (lambda: StatefulDataLoader([row(1)], collate_fn=list), "row 1 is .* of type list.*batch_size=None"),
         (lambda: [{"text": "a"}], "dataloader 'mine:rows', row 1: has no field 'prompt' or 'messages'"),

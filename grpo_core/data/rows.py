@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import warnings
@@ -230,6 +231,12 @@ def readable(given: Any, who: str, *, exact: bool = True) -> Any:
     if is_of(given, "torch.utils.data", "IterableDataset"):
         from torchdata.stateful_dataloader import StatefulDataLoader
 
+        if _needs_arguments(getattr(given, "state_dict", None)):
+            kind = type(given).__name__
+            raise PluginError(
+                f"{who}: state_dict() of {kind} needs arguments, which the loader of its library gives: "
+                "return that loader"
+            )
         given = StatefulDataLoader(given, batch_size=None, collate_fn=as_it_is)
     if is_of(given, "torch.utils.data", "DataLoader") and given.num_workers:
         prepare_workers(given, who)
@@ -258,6 +265,16 @@ def readable(given: Any, who: str, *, exact: bool = True) -> Any:
         kind = type(given).__name__
         raise PluginError(f"{who}: it is an iterable, a {kind}, without {' and '.join(lacking)}: {better}")
     return given
+
+
+def _needs_arguments(method: Any) -> bool:
+    if method is None:
+        return False
+    try:
+        inspect.signature(method).bind()
+    except TypeError:
+        return True
+    return False
 
 
 def ignore_warnings_of_torchdata() -> None:
