@@ -202,7 +202,7 @@ def test_a_run_and_a_model_are_measured_with_another_strategy(run):
     first, empty, head, *rows = done.stdout.splitlines()
     assert (first, empty) == ("run, version 4, measured by pass_at_k", "")
     assert head.split() == ["task", "metric", "value", "interval"]
-    assert [row.split()[0] for row in rows[1:3]] == ["pass@4", "accuracy"]
+    assert [row.split()[0] for row in rows[1:4]] == ["pass@1", "pass@4", "accuracy"]
     model = "run/checkpoints/step-000004/trainer"
     options = ["--env", "math:sort", "--set", "tasks.sort.options.length=3", "--set", "validation.prompts=30",
         "--set", "rollout.max_tokens=16"]  # fmt: skip

@@ -68,9 +68,12 @@ def test_a_judge_may_ask_the_server_of_the_engine_while_rollouts_run(server):
     """The policy judges itself; a bias lets a random model say a number, which is its score."""
     url, model = server
     seven = AutoTokenizer.from_pretrained(model).encode("7")[0]
+    # a verdict that a limit cuts off is none: the server stops at the number
+    parameters = {"max_tokens": 4, "logit_bias": {str(seven): 100}, "stop": ["7"]}
+    parameters["include_stop_str_in_output"] = True
     judge = make_offer(
         "environment", "judge:openai", plugins=["judge"], rubric="?", template="{{ reply }}", pattern=r"(\d)",
-        url=f"{url}/v1", model=str(model), parameters={"max_tokens": 1, "logit_bias": {str(seven): 100}},
+        url=f"{url}/v1", model=str(model), parameters=parameters,
     )  # fmt: skip
     prompt = grpo_core.Prompt(messages="1+1=")
     replies = [[*prompt.messages, {"role": "assistant", "content": str(number)}] for number in range(8)]
