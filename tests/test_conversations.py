@@ -255,7 +255,9 @@ def test_what_pays_is_what_the_turns_pay_together(tmp_path, reads):
     values = grpo.Run(tmp_path / "run").metrics()[0]
     assert values["feedback_points/game"] == values["reward/game"] == 3.0
     assert values.get("shaped_reward/game", 3.0) == 3.0
-    refused = grpo_core(tmp_path, *TRAIN, *keys, combine='{"points": "last"}')
+    other = tmp_path / "other"
+    other.mkdir()
+    refused = grpo_core(other, *TRAIN, *keys, combine='{"points": "last"}')
     assert refused.returncode != 0
     assert "points" in refused.stderr
     assert "Traceback" not in refused.stderr
