@@ -105,10 +105,9 @@ async def play(
                 completion_tokens=len(completion.token_ids),
             )
         )
-    rewards = environment.evaluate(episodes)
     return [
-        Rollout(prompt_ids, completion, reward)
-        for completion, reward in zip(completions, rewards, strict=True)
+        Rollout(prompt_ids, completion, feedback.reward)
+        for completion, feedback in zip(completions, environment.evaluate(episodes), strict=True)
     ]
 
 
