@@ -353,7 +353,7 @@ def test_a_prompt_that_cannot_stay_text_is_refused_before_the_run_with_its_id_an
     )
     message = refused(
         tmp_path, "train", "--output", "run", "--set", "tasks.t.env=./env.py:Any", "--set",
-        "tasks.t.source.path=rows.jsonl", "--set", "model.path=model", "--set",
+        "tasks.t.data=rows.jsonl", "--set", "model.path=model", "--set",
         "model.chat_template=goes_by_it.jinja", "--set", "trainer.steps=1", "--set", "validation.every=0",
     )  # fmt: skip
     assert "'row1'" in message
