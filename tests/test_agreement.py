@@ -536,7 +536,7 @@ def test_in_float32_each_fault_is_found_at_each_of_a_hundred_syncs(model: str) -
     assert found == {(fault, "found"): 100 for fault in ("stale", "cached", "swapped", "not_loaded")}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_in_bfloat16_older_weights_are_found_with_power_and_wrong_tensors_always(model: str) -> None:
     # with larger steps, random rewards may end in a model that is flat or sure after nearly
     # each context, where wrong tensors may match: such a sync is unproved

@@ -729,7 +729,7 @@ def test_a_disk_that_fills_up_during_a_checkpoint_costs_nothing_that_was_saved(h
         pytest.param("Huge", "1e+308", marks=pytest.mark.nightly),
         pytest.param("NoFeedback", "returned no feedback", marks=pytest.mark.nightly),
         pytest.param("WrongCount", "returned", marks=pytest.mark.nightly),
-        ("Dies", "exit status 11"),
+        pytest.param("Dies", "exit status 11", marks=pytest.mark.nightly),
     ],
 )
 def test_an_environment_that_never_gives_a_reward_stops_the_run_with_its_words(here, env, message):
@@ -739,7 +739,7 @@ def test_an_environment_that_never_gives_a_reward_stops_the_run_with_its_words(h
     assert events(here / "run", "ErrorRaised")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_metric_that_only_wrong_replies_have_is_said_once_and_costs_no_reward(here):
     """The metric of right replies was NaN, their rewards were dropped with it, and the accuracy was 0."""
     done = grpo(here, "train", "--env", "./envs.py:Undefined", *SMALL, "--output", "run")
@@ -773,7 +773,7 @@ def test_one_bad_prompt_is_skipped_and_the_run_continues(here):
     assert f"prompt {skip['prompt']!r} is skipped after 2 attempts" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sampler_that_returns_too_few_prompts_is_named_with_both_numbers(here):
     text = refused(here, "train", *SORT, *SMALL, "--sampler", "./envs.py:TooFew", "--output", "run")
     assert "TooFew" in text
@@ -781,7 +781,7 @@ def test_a_sampler_that_returns_too_few_prompts_is_named_with_both_numbers(here)
     assert "8" in text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_environment_in_a_file_of_fourteen_lines(here):
     example = Path(__file__).parent.parent / "examples" / "shout.py"
     done = grpo(here, "train", "--env", f"{example}:Shout", *SMALL, "--output", "run")

@@ -285,7 +285,7 @@ def test_the_second_of_two_plugins_that_add_the_same_key_is_broken(install):  # 
 # ---------------------------------------------------------------------------------- a plugin in a file
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_sections_of_a_file_work_in_a_run_and_when_it_is_resumed(tmp_path):
     (tmp_path / "mine.py").write_text(textwrap.dedent(TRAINER))
     command = ["train", "--env", "math:sort", "--output", "run", "--set", "trainer.name=./mine.py:careful"]

@@ -180,6 +180,7 @@ def started_with_workers(cwd):
     return RunWithWorkers(cwd, environment=WITH_WORKERS, settings=settings)
 
 
+@pytest.mark.nightly
 def test_workers_of_a_loader_end_with_a_run_that_is_killed_and_it_draws_what_an_unharmed_one_draws(tmp_path):
     calm = started_with_workers(tmp_path / "calm")
     said = calm.end(300)

@@ -202,7 +202,7 @@ class Long(grpo.Environment):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_leaves_long_prompts_out_also_when_it_is_continued_and_validated(tmp_path):
     (tmp_path / "long.py").write_text(LONG)
     limit = ["--set", "rollout.max_prompt_tokens=20"]

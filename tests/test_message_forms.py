@@ -266,7 +266,7 @@ def test_a_frame_of_pandas_is_refused_as_data():
         grpo_core.train(env=lambda reply: 1.0, data=pandas.DataFrame({"prompt": ["a"]}))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_trains_the_same_prompts_from_lines_and_from_a_table(tmp_path):
     """The whole way: file, source, environment's process, renderer, engine, and what was stored."""
     seen, template = {}, tmp_path / "template.jinja"

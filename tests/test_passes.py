@@ -98,7 +98,7 @@ def test_what_waits_leaves_a_gpu_and_no_cpu() -> None:
     assert isinstance(Passes().around(torch.device("cuda"))(), nullcontext)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch looks at it to compile
 @pytest.mark.parametrize(
     "adapters",
@@ -121,7 +121,7 @@ def test_compiled_layers_train_the_weights_of_plain_layers(model: str, adapters:
         torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch looks at it to compile
 def test_compiled_layers_train_packed_rows_as_plain_layers_do(model: str) -> None:
     """Each micro-batch has parts of other lengths, for which no layer is compiled again."""

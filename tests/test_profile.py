@@ -43,7 +43,7 @@ def test_the_trainer_traces_the_steps_after_the_first_two_and_computes_the_same(
     assert names.count("grpo_core: optimizer") == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("steps", "told"), [(5, "the traces of 3 steps"), (4, "no profile was written: it needs 5 steps")]
 )

@@ -67,7 +67,7 @@ def by(transport: str, given: TrainerSetup, dtype: Any = "auto") -> TrainerSetup
     ("ranks", "tied", "transport", "dtype"),
     [
         (2, False, "shm", "bfloat16"),
-        (3, False, "collective", "auto"),
+        pytest.param(3, False, "collective", "auto", marks=pytest.mark.nightly),
         pytest.param(2, True, "shm", "auto", marks=pytest.mark.nightly),
         pytest.param(4, False, "shm", "bfloat16", marks=pytest.mark.nightly),
         pytest.param(4, True, "shm", "auto", marks=pytest.mark.nightly),

@@ -163,9 +163,9 @@ def configured(model: str, kind: dict[str, Any], **options: Any) -> Any:
     [
         (2, PLAIN, True),
         pytest.param(4, PLAIN, True, marks=pytest.mark.nightly),
-        (3, FULL, False),
+        pytest.param(3, FULL, False, marks=pytest.mark.nightly),
         pytest.param(2, LEAN, True, marks=pytest.mark.nightly),
-        (2, ADAPTERS, False),
+        pytest.param(2, ADAPTERS, False, marks=pytest.mark.nightly),
         (2, BY_SEQUENCE, False),
         pytest.param(2, TAUGHT, True, marks=pytest.mark.nightly),
         pytest.param(3, ADAPTERS, True, marks=pytest.mark.nightly),
@@ -194,7 +194,7 @@ def test_several_ranks_train_the_weights_that_one_trains(
                 assert right.metrics[name] == pytest.approx(value, abs=1e-5, rel=1e-4, nan_ok=True), name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("copies", [False, True])
 def test_ranks_share_adapters_of_a_model_in_bfloat16(model: str, tmp_path: Path, copies: bool) -> None:
     path, weights = in_bfloat16(model, tmp_path), {"weights": "bfloat16"} if copies else {}
@@ -297,7 +297,7 @@ def test_adapters_that_three_ranks_have_saved_one_and_two_continue_bit_for_bit(
     continue_bit_for_bit(model, ADAPTERS, saved, tmp_path, (1, 2))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_whose_adapters_have_dropout_continue_bit_for_bit(model: str, tmp_path: Path) -> None:
     """Each draws masks for its own rows, so that their states of random numbers differ."""
     lora = LoraConfig(rank=4, alpha=8, dropout=0.5)

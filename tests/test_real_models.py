@@ -115,7 +115,7 @@ def values(metrics, name):
     return [each[key] for each in metrics for key in each if key.startswith(name)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("response_format", ["auto", pytest.param("qwen3", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("template", [pytest.param(text, id=name) for name, text in TEMPLATES.items()])
 def test_a_model_that_reasons_is_trained_over_turns_and_tools(tmp_path, template, response_format):

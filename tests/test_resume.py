@@ -122,7 +122,7 @@ def test_the_lock_dies_with_its_owner(tmp_path):
         RunDirectory(tmp_path / "run").lock()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_running_run_can_be_looked_at_and_is_not_started_twice(here):
     """Its main process is stopped for a moment, so that it does not change its files itself."""
     arguments = ["--env", "./envs.py:Words", *QUICK, "--set", "trainer.steps=30"]
@@ -940,7 +940,7 @@ def test_a_last_validation_that_a_kill_has_prevented_is_made_and_nothing_is_trai
     assert grpo(here, "verify", "run").returncode == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_has_reached_its_goal_trains_nothing_when_it_is_resumed(here):
     settings = options(
         "trainer.steps=9", "trainer.stop_when=reward/digits >= 0", "trainer.lr_schedule=cosine"
@@ -983,7 +983,7 @@ class Stopped(Greedy):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_interrupted_first_validation_leaves_one_line_of_version_0(here):
     (here / "stopped.py").write_text(STOPPED)
     arguments = ["--env", "./envs.py:Digits", "--validation", "./stopped.py:Stopped", *QUICK, *EXACT]

@@ -461,7 +461,7 @@ def segments_of(run):
     return [value for each in metrics for name, value in each.items() if name.startswith("segments/")]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_whose_template_forgets_is_trained_over_several_turns(qwen3, tmp_path):
     done = run_talks(qwen3, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

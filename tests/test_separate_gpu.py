@@ -55,7 +55,7 @@ def trained(given: TrainerSetup, directory: Path) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in read_weights(resumed.publish()).items()}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("dtype", "lora", "options"),
     [

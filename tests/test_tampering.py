@@ -429,7 +429,7 @@ def linked(run, outside):
     path.symlink_to(outside / "trainer")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("damage", "told"),
     [

@@ -200,7 +200,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(
         check(config=config, host=host)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_trains_with_a_canary_and_is_continued_with_float32_weights(tmp_path: Path) -> None:
     done = grpo(
         tmp_path,

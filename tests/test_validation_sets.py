@@ -410,7 +410,7 @@ def test_a_set_without_prompts_is_named(tmp_path):
 # ---------------------------------------------------------------------------------- after a resume
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_best_version_is_compared_with_after_a_resume(tmp_path):
     """It is known for the tasks and for a set, in a second process."""
     common = ["--set", "trainer.prompts_per_step=4", "--set", "model.options.warm_start_steps=5"]

@@ -26,6 +26,7 @@ pytestmark = [
 PROMPTS = ((5, 6, 7), tuple(range(20, 60)))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "layerwise",
     [

@@ -171,7 +171,7 @@ class Counts(grpo.Tracker):
 '''
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_state_of_a_tracker_survives_a_kill_and_it_stops_the_run_with_a_checkpoint(tmp_path):
     name, most = f"{tmp_path}/watch.py:Counts", 20
     (tmp_path / "watch.py").write_text(WATCH)

@@ -356,7 +356,7 @@ SMALL = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_stops_at_the_alarm_and_a_resumed_one_continues_with_its_evidence(tmp_path):
     (tmp_path / "twin.py").write_text(TWIN)
     settings = [word for setting in SMALL.split() for word in ("--set", setting)]

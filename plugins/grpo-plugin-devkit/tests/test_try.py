@@ -286,7 +286,7 @@ def test_ctrl_c_ends_the_waiting_for_a_line_in_a_terminal():
     os.close(ours)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_plays_a_task_of_its_run(tmp_path):
     def command(*arguments):
         ended = subprocess.run([GRPO, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=200)

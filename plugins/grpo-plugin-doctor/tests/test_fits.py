@@ -21,7 +21,7 @@ RECOMPUTE = "trainer.activations=recompute"
 pytestmark = pytest.mark.long
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("title", "model", "settings"), fits.ROWS, ids=lambda value: str(value)[:20])
 def test_the_document_names_the_smallest_change_with_which_a_model_fits_or_that_none_does(
     title, model, settings

@@ -133,7 +133,7 @@ def trained(tmp_path, example, *settings):
     return [row for row in rows if f"reward/{example}" in row], rollouts
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_putting_in_order_is_learnt_over_turns(tmp_path):
     rows, rollouts = trained(tmp_path, "arrivals", "trainer.steps=20")
     rewards = [row["reward/arrivals"] for row in rows]

@@ -53,6 +53,7 @@ def measured(directory, url, env, prompts):
     return json.loads(done.stdout)["results"], rollouts
 
 
+@pytest.mark.nightly
 def test_a_chat_model_behind_a_server_is_measured(url, tmp_path):
     env = f"{Path(__file__).parents[3]}/examples/capitals.py:Capitals"
     results, rollouts = measured(tmp_path, url, env, 8)

@@ -279,6 +279,7 @@ def test_weights_are_put_once_and_a_late_worker_gets_them(ray, publisher):
     asyncio.run(story())
 
 
+@pytest.mark.nightly
 def test_what_an_engine_in_a_worker_measures_is_written(tmp_path):
     (tmp_path / "mine.py").write_text(MEASURED)
     command = (
@@ -710,6 +711,7 @@ def seen_by(run: Run, log: str) -> str:
     return "nothing: it is not there"
 
 
+@pytest.mark.nightly
 def test_ray_gives_no_engine_the_gpu_of_the_trainer(tmp_path):
     run = OnThreeGpus(tmp_path)
     try:

@@ -195,7 +195,9 @@ def test_ranks_listen_at_their_machines_address_in_the_cluster_alone(joined, mod
     ("method", "victim", "reason"),
     [
         ("step", "rank", r"trainer rank 1 \(.*\) died \(killed by SIGKILL\)"),
-        ("publish", "actor", r"trainer rank 1 \(.*\) is gone: ActorDiedError"),
+        pytest.param(
+            "publish", "actor", r"trainer rank 1 \(.*\) is gone: ActorDiedError", marks=pytest.mark.nightly
+        ),
         pytest.param("save", "rank", r"trainer rank 1 \(.*\) died \(killed by", marks=pytest.mark.nightly),
     ],
 )
@@ -231,7 +233,7 @@ def test_a_machine_that_is_lost_ends_the_trainer(joined, model):
     run(story())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_death_between_two_calls_is_noticed(joined, model):
     async def story() -> None:
         async with running(spread(model, ranks=2)) as trainer:
@@ -245,7 +247,7 @@ def test_a_death_between_two_calls_is_noticed(joined, model):
     run(story())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_that_hangs_ends_the_trainer_at_its_deadline(joined, model):
     async def story() -> None:
         async with running(spread(model, ranks=2)) as trainer:
@@ -284,7 +286,7 @@ def test_a_trainer_without_a_cluster_is_refused(model):
 # ---------------------------------------------------------------------------------- whole runs
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_on_two_machines_trains_what_one_machine_trains_and_continues_without_a_cluster(
     machines, tmp_path
 ):

@@ -164,7 +164,7 @@ def test_a_step_is_computed_again_from_the_newest_checkpoint_before_it(runs, cap
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_adapters_with_dropout_and_a_resume_with_other_settings_are_replayed_from_the_start(
     resumed, tmp_path, capsys
 ):
@@ -383,7 +383,7 @@ def test_a_fork_refuses_what_would_make_other_rollouts(runs):
         fork.fork(runs[0], step=1, settings=["rollout.max_tokens=3"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_fork_computes_with_the_threads_that_are_asked_for(runs, capsys):
     assert fork.fork(runs[0], step=1, settings=["trainer.threads=2"]) == 0
     assert "torch threads: 1 as it was, 2 forked" in capsys.readouterr().out

@@ -482,7 +482,7 @@ class Spy(LocalEngine):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_engine_of_a_validation_gets_adapters_as_that_of_the_training(tmp_path: Path) -> None:
     (tmp_path / "spy.py").write_text(SPY)
     settings = ["model.lora.rank=4", "model.dtype=bfloat16", "trainer.steps=1", "validation.every=0"]

@@ -62,7 +62,9 @@ def test_vllm_keeps_the_laws_of_decoding(tried, law):
     runner.run(ENGINE_LAWS[law](engine))
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["added", "computed by vLLM"])
+@pytest.mark.parametrize(
+    "native", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["added", "computed by vLLM"]
+)
 def test_vllm_keeps_the_laws_of_decoding_with_adapters(native, tmp_path):
     """Adapters are replaced while requests run, and the rank is none that vLLM has room for."""
 
