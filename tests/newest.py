@@ -46,7 +46,7 @@ def lowest() -> dict[str, str]:
     pins: dict[str, str] = {}
     for path in (ROOT, *(ROOT / f"plugins/grpo-plugin-{name}" for name in LOWEST)):
         project = tomllib.loads((path / "pyproject.toml").read_text())["project"]
-        for each in project["dependencies"]:
+        for each in [*project["dependencies"], *project.get("optional-dependencies", {}).get("lora", [])]:
             name, _, version = each.partition(">=")
             if version:
                 pins[name] = max(pins.get(name, version), version, key=_numbers)
@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> int:
     newest = ["--quiet", "--upgrade", "--upgrade-strategy", "eager"]
     print(f"installing the {'lowest' if low else 'newest'} versions into {where}", flush=True)
     if low:
-        ours = [f"{ROOT}[testing]", *(str(ROOT / f"plugins/grpo-plugin-{name}") for name in LOWEST)]
+        ours = [f"{ROOT}[lora,testing]", *(str(ROOT / f"plugins/grpo-plugin-{name}") for name in LOWEST)]
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as pins:
             pins.write("".join(f"{name}=={version}\n" for name, version in lowest().items()))
             pins.flush()
