@@ -839,7 +839,7 @@ def test_a_real_run_waits_for_its_judge_and_says_so(judges, server, tmp_path, mo
     assert checked.returncode == 0, checked.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_real_run_whose_judge_stays_away_ends_with_a_checkpoint_and_is_continued(judges, server, tmp_path):
     away_from_call(server, 6, "refuse", 0)
     done = train(judges, server, tmp_path / "run", "environment.unavailable_for=4", "validation.every=0")

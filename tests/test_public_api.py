@@ -272,11 +272,8 @@ def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
 # ---------------------------------------------------------------------------------- a whole engine
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    ["custom_engine.py:mine", pytest.param("custom_trainer.py:accelerated", marks=pytest.mark.nightly)],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["custom_engine.py:mine", "custom_trainer.py:accelerated"])
 def test_the_engine_and_the_trainer_of_the_examples_keep_their_contracts(name: str) -> None:
     command = [Path(sys.executable).with_name("grpo-core"), "check", f"./examples/{name}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)

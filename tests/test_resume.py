@@ -766,7 +766,7 @@ class FromAFile(Digits):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_is_moved_and_resumed_from_elsewhere_is_the_unbroken_run(here):
     """Relative paths, settings and hints hold in any directory, and the weights are the same bit for bit."""
     for name in ("b", "c"):
@@ -802,7 +802,7 @@ def test_a_run_that_is_moved_and_resumed_from_elsewhere_is_the_unbroken_run(here
     assert "finished all of its 4 steps" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_change_with_which_a_run_cannot_start_is_not_kept(here):
     (here / "envs.py").write_text(ENVIRONMENTS + FROM_A_FILE)
     (here / "digits.txt").write_text("0 1 2 3 4 5 6 7")

@@ -160,7 +160,7 @@ def test_resumed_training_is_the_same_bit_for_bit(model: str, tmp_path: Path, ki
     assert not same(straight, first)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_train_nearly_what_one_process_trains_and_continue_what_it_saved(
     model: str, tmp_path: Path
 ) -> None:

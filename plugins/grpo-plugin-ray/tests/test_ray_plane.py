@@ -145,7 +145,7 @@ def test_two_ranks_train_the_same_weights_in_order_with_either_plane(tmp_path):
     the_same_is_trained_with(["ray"], tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 def test_nothing_is_lost_and_nothing_left_when_the_plane_dies_and_when_the_run_is_killed(tmp_path):
     nothing_is_lost_or_left(tmp_path, "ray", "TokenStore")

@@ -134,7 +134,7 @@ async def trained(trainer: ScaledProcess, directory: Path) -> tuple[list[str], d
         return [address for address, *_ in said], copies, metrics
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_on_two_machines_train_what_two_ranks_of_one_train_bit_for_bit(joined, model, tmp_path):
     here = attrs.evolve(setup(model, device="cpu", ranks=2), transport="collective", plugins=("scale",))
     expected = run(trained(ScaledProcess(here), tmp_path / "here"))

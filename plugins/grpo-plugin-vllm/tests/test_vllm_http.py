@@ -53,6 +53,7 @@ def server(tmp_path_factory):
         yield url, model
 
 
+@pytest.mark.nightly
 def test_a_server_keeps_the_contract_of_engines(server):
     url, model = server
 
