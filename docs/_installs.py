@@ -44,17 +44,13 @@ def installs() -> dict[str, dict[str, str]]:
             continue
         of_extra = extras(plugin.distribution)
         for kind, offers in plugin.offers.items():
-            if kind == "preflight":  # nobody chooses one
+            if kind == "preflight" or not offers:  # nobody chooses a preflight
                 continue
             names = found.setdefault(kind, {})
-            for name in offers:
-                bare = name.removesuffix("*").removesuffix(":")
-                names[bare or plugin.name] = of_extra.get(bare, plugin.distribution)
-            for name in offers:  # what the plugin's name alone does not say
-                if of_extra.get(name, plugin.distribution) != names.setdefault(
-                    plugin.name, plugin.distribution
-                ):
-                    names[f"{plugin.name}:{name}"] = of_extra.get(name, plugin.distribution)
+            pips = {name: of_extra.get(name, plugin.distribution) for name in offers}
+            names |= {name.rstrip(":*") or plugin.name: pip for name, pip in pips.items()}
+            of_plugin = names.setdefault(plugin.name, plugin.distribution)
+            names |= {f"{plugin.name}:{name}": pip for name, pip in pips.items() if pip != of_plugin}
         for section in plugin.sections:
             keys = [f"{section.name}.{each.name}" for each in attrs.fields(section.kind)]
             for key in keys if section.adds_keys else [section.name]:
@@ -65,9 +61,9 @@ def installs() -> dict[str, dict[str, str]]:
     return {kind: dict(sorted(names.items())) for kind, names in sorted(found.items()) if names}
 
 
-def text() -> str:
+def page() -> str:
     return json.dumps(installs(), indent=1) + "\n"
 
 
 if __name__ == "__main__":
-    FILE.write_text(text())
+    FILE.write_text(page())

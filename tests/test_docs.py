@@ -61,8 +61,9 @@ WRITTEN = {
     "performance": "docs/performance.md",
     "selection": "docs/samplers.md",
     "authoring": "docs/new-user.md",
+    "installs": "grpo_core/plugins/installs.json",
 }
-"""Generator in docs/, and the page that it writes a table into."""
+"""Generator in docs/, and the page or file that it writes into."""
 
 
 def generator(name):

@@ -115,7 +115,8 @@ def test_a_run_trains_the_weights_of_nano(
         assert found == tokens, f"step {step}"
     mine = run.model().state_dict()
     for name, weight in trainer.model.state_dict().items():
-        torch.testing.assert_close(mine[name], weight, rtol=0.0, atol=3e-6)  # forty updates of 1e-4
+        # each update moves a weight by 1e-4; what rounds differently by CPU has been 1.2e-6 after forty
+        torch.testing.assert_close(mine[name], weight, rtol=0.0, atol=3e-6)
 
 
 def test_nano_stays_on_a_page_and_brings_the_algorithm_itself() -> None:

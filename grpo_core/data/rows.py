@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 import warnings
@@ -15,6 +14,7 @@ from grpo_core.contracts.records import Message, Prompt
 from grpo_core.contracts.unicode import lone_surrogate, unreadable
 from grpo_core.data.files import is_null
 from grpo_core.data.workers import prepare_workers
+from grpo_core.plugins.offers import signature_of
 from grpo_core.text.messages import MessageError, prompt_messages
 from grpo_core.text.messages import readable as readable_prompt
 
@@ -268,13 +268,11 @@ def readable(given: Any, who: str, *, exact: bool = True) -> Any:
 
 
 def _needs_arguments(method: Any) -> bool:
-    if method is None:
-        return False
-    try:
-        inspect.signature(method).bind()
-    except TypeError:
-        return True
-    return False
+    signature = signature_of(method)
+    return signature is not None and any(
+        each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        for each in signature.parameters.values()
+    )
 
 
 def ignore_warnings_of_torchdata() -> None:
