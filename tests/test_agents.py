@@ -466,7 +466,7 @@ def test_clients_that_know_nothing_of_us_are_trained(env, turns, tmp_path):
     assert all(turns <= mean <= turns + 1 for mean in found), "a framework asks again if a reply is empty"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_agents_whose_process_is_killed_lose_nothing_and_double_nothing(tmp_path):
     run = AgentRun(tmp_path)
     for _ in range(3):

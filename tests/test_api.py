@@ -176,7 +176,7 @@ def test_the_model_of_a_checkpoint_is_loaded_with_its_tokenizer(made):
     assert not np.array_equal(first(token_ids).logits.detach(), last(token_ids).logits.detach())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_is_continued_with_the_same_objects_and_cannot_be_without(made, tmp_path, capsys, monkeypatch):
     run, _ = made
     more = {"trainer": {"steps": 3}}

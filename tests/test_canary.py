@@ -348,7 +348,7 @@ def canary_metrics(directory):
     return [{key[7:]: line[key] for key in line if key.startswith("canary/")} for line in lines]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_engine_that_ignores_small_updates_is_found_when_they_add_up(tmp_path):
     """A step moves logprobs by a tenth of what float32 is allowed, so limits alone would let all pass."""
     done = trained(tmp_path, "./parts.py:Deaf", **{"trainer.lr": 1e-7})
@@ -361,7 +361,7 @@ def test_an_engine_that_ignores_small_updates_is_found_when_they_add_up(tmp_path
     assert all(each["unproved"] for each in seen[1:]), "no sync was proved"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_moves_less_than_rounding_ends_and_says_that_its_weight_sync_is_unproved(tmp_path):
     done = trained(tmp_path, "./parts.py:Deaf", **{"trainer.lr": 1e-9, "trainer.steps": 20})
     assert done.returncode == 0, done.stderr

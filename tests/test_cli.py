@@ -478,7 +478,7 @@ def test_the_weights_of_a_trained_directory_are_trained_further(trained, here):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_any_architecture_with_a_chat_template_is_trained(here):
     """GPT-2 has neither rotary positions nor gated layers: transformers' own forward decodes it."""
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
@@ -624,7 +624,7 @@ def test_a_run_that_is_ended_continues_where_it_was(here, how):
     assert len(list((run / "checkpoints").iterdir())) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_died_before_its_first_checkpoint_starts_again(here):
     process = start(here, *FORTY, *LONG, "--output", "run")
     wait_for(lambda: (here / "run" / "model").exists(), process)
@@ -703,7 +703,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_disk_that_fills_up_during_a_checkpoint_costs_nothing_that_was_saved(here, small_disk):
     run = small_disk / "run"
     text = refused(here, "train", *SORT, *SMALL, "--set", "checkpoint.every=1", "--output", run)
@@ -753,7 +753,7 @@ def test_a_metric_that_only_wrong_replies_have_is_said_once_and_costs_no_reward(
     assert "warning: task 'undefined': the metric 'distance' is nan" in measured.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_environment_that_hangs_is_killed_at_its_deadline(here):
     text = refused(
         here, "train", "--env", "./envs.py:Hangs", *SMALL, "--set", "environment.deadline=0.3",
@@ -763,7 +763,7 @@ def test_an_environment_that_hangs_is_killed_at_its_deadline(here):
     assert "within 0.3 s" in text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_bad_prompt_is_skipped_and_the_run_continues(here):
     done = grpo(here, "train", "--env", "./envs.py:OneBadPrompt", *SMALL, "--set", "trainer.steps=10",
                 "--set", "rollout.max_retries=1", "--output", "run")  # fmt: skip

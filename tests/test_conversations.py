@@ -244,8 +244,10 @@ TRAIN = [
     "reads",
     [
         ["shaping.weights.points=1.0"],
-        ["advantage.name=gdpo"],
-        ["advantage.name=gdpo", "advantage.options.weights.points=1.0"],
+        pytest.param(["advantage.name=gdpo"], marks=pytest.mark.nightly),
+        pytest.param(
+            ["advantage.name=gdpo", "advantage.options.weights.points=1.0"], marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_what_pays_is_what_the_turns_pay_together(tmp_path, reads):

@@ -115,7 +115,8 @@ def test_of_a_billion_rows_no_more_are_read_than_are_needed(unharmed):
     assert len(read) <= STEPS * PER_STEP // 3 + 2 * 2 * PER_STEP + 4
 
 
-@pytest.mark.parametrize("kills", [(9,), pytest.param((2, 9), marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kills", [(9,), (2, 9)])
 def test_a_killed_run_draws_what_the_unharmed_one_draws(unharmed, tmp_path, kills):
     run = Run(tmp_path, environment=PARTS, settings=SETTINGS)
     for steps in kills:

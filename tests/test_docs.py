@@ -264,7 +264,7 @@ def site(tmp_path_factory):
     return directory
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_site_has_every_page_and_the_public_names(site):
     for page in ROOT.glob("docs/**/*.md"):
         assert (site / page.relative_to(ROOT / "docs").with_suffix(".html")).is_file()
@@ -274,7 +274,7 @@ def test_the_site_has_every_page_and_the_public_names(site):
     assert [name for name in ("Environment", "Feedback", "EngineSetup") if f">{name}<" not in shown] == []
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_pages_of_the_site_load_nothing_from_a_network(site):
     for page in site.rglob("*.html"):
         loaded = re.findall(

@@ -30,7 +30,7 @@ RUN_HERE = [page for page in PAGES if page not in TUTORIALS]
 
 CONFIGURATIONS = [b for page in RUN_HERE for b in blocks(page, "toml") if "[project" not in b.text]
 
-IN_CI = ("README.md", "docs/authors.md", "docs/agents.md")
+IN_CI = ("README.md", "docs/agents.md")
 """Pages that CI runs.  It parses the commands and checks the configurations of the others, too, which
 `make test-nightly` runs."""
 

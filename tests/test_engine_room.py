@@ -35,6 +35,7 @@ class Numbers(FakeRenderer):
         return tuple(ord(letter) % 90 for message in messages for letter in message["content"])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("factory", "options", "room"),
     [

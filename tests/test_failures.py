@@ -163,7 +163,7 @@ def test_50_after_a_weight_sync_generation_is_at_its_cap_within_no_time():
     assert all(dispatched[at] == 4 for at in synced), "a step was trained: as many permits are free"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_28_a_long_run_needs_no_more_memory_than_a_short_one():
     class Forgetful(FakeTrainer):
         async def step(self, batch):

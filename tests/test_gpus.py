@@ -202,7 +202,7 @@ class OnFour(Run):
         return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_process_of_a_run_sees_its_own_gpus_and_one_that_replaces_it_the_same(tmp_path):
     settings = {
         "trainer.steps": 200,
@@ -256,7 +256,7 @@ def test_gpus_that_are_not_there_end_a_command_before_anything_starts(tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_trainers_gpu_does_not_hinder_a_validation_elsewhere(tmp_path):
     (tmp_path / "run").mkdir()
     config = build([{"tasks": {"sort": {"env": "math:sort"}}, "trainer": {"gpus": [7]}}])

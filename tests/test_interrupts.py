@@ -305,7 +305,7 @@ def test_a_terminal_that_is_closed_during_the_last_step_costs_nothing(tmp_path):
     assert reason(run) == ["interrupted"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_nohup_has_started_outlives_its_terminal(tmp_path):
     steps = ["--set", "trainer.steps=12"]
     with Terminal("train", *TINY, *steps, cwd=tmp_path, ignore_hangup=True) as terminal:
@@ -317,7 +317,7 @@ def test_a_run_that_nohup_has_started_outlives_its_terminal(tmp_path):
     assert reason(run) == ["finished"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_whose_output_nobody_reads_any_more_ends_as_it_would(tmp_path):
     with subprocess.Popen(
         [*PROGRAM, "train", *TINY, "--set", 'tracking.trackers=["files"]'],

@@ -35,6 +35,7 @@ def survivor(tmp_path_factory):
     return run, run.end()
 
 
+@pytest.mark.nightly
 def test_a_run_whose_engine_and_environment_die_continues(survivor):
     run, said = survivor
     assert run.process.returncode == 0, said
@@ -129,13 +130,14 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("process", "fault", "moment"),
     [
         ("main", "SIGSTOP", "weight sync"),
-        pytest.param("trainer", "SIGSEGV", "checkpoint", marks=pytest.mark.nightly),
-        pytest.param("engine", "limit", "validation", marks=pytest.mark.nightly),
-        pytest.param("environment", "SIGSTOP", "training", marks=pytest.mark.nightly),
+        ("trainer", "SIGSEGV", "checkpoint"),
+        ("engine", "limit", "validation"),
+        ("environment", "SIGSTOP", "training"),
     ],
 )
 def test_a_fault_costs_a_run_nothing_that_it_has_trained(tmp_path, model, process, fault, moment):

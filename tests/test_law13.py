@@ -102,7 +102,7 @@ def test_every_reader_gets_the_bits_that_the_engine_held(tmp_path: Path, dtype: 
         assert torch.equal(tensor, exact[name].float())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_resume_and_a_new_run_from_a_checkpoint_begin_with_the_bits_that_the_engine_held(
     tmp_path: Path,
 ) -> None:

@@ -762,7 +762,7 @@ def test_an_environment_in_its_process_waits_with_one_call_at_a_time(judges, ser
     assert {incident.kind for incident in incidents} == {"unavailable", "available"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["Batched", "Slow"])
 def test_an_environment_whose_service_hangs_waits_as_well(judges, server, name):
     incidents, _ = away_in_a_process(judges, server, "hang", seconds=12.0, name=name, calls=16, deadline=2.0)
@@ -813,15 +813,16 @@ def events_of(output):
     return [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("mode", "seconds"),
     [
-        pytest.param("reset", 12.0),
-        *(
-            pytest.param(mode, seconds, marks=pytest.mark.nightly)
-            for mode, seconds in [("refuse", 30), ("half", 12), ("503", 12), ("503 later", 12), ("hang", 70)]
-        ),
+        ("reset", 12.0),
+        ("refuse", 30),
+        ("half", 12),
+        ("503", 12),
+        ("503 later", 12),
+        ("hang", 70),
     ],
 )
 def test_a_real_run_waits_for_its_judge_and_says_so(judges, server, tmp_path, mode, seconds):

@@ -133,7 +133,7 @@ def test_parts_of_ranks_are_never_mixed_by_a_kill_or_a_power_cut_at_any_operatio
         check(root, whole, saved)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_that_is_killed_while_it_writes_costs_only_the_current_save(
     model: str, tmp_path: Path
 ) -> None:

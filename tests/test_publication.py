@@ -62,18 +62,18 @@ def by(transport: str, given: TrainerSetup, dtype: Any = "auto") -> TrainerSetup
 # ---------------------------------------------------------------------------------- what engines get
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("ranks", "tied", "transport", "dtype"),
     [
         (2, False, "shm", "bfloat16"),
-        pytest.param(3, False, "collective", "auto", marks=pytest.mark.nightly),
-        pytest.param(2, True, "shm", "auto", marks=pytest.mark.nightly),
-        pytest.param(4, False, "shm", "bfloat16", marks=pytest.mark.nightly),
-        pytest.param(4, True, "shm", "auto", marks=pytest.mark.nightly),
-        pytest.param(2, False, "shm", "auto", marks=pytest.mark.nightly),
-        pytest.param(4, True, "collective", "bfloat16", marks=pytest.mark.nightly),
-        pytest.param(2, True, "collective", "auto", marks=pytest.mark.nightly),
+        (3, False, "collective", "auto"),
+        (2, True, "shm", "auto"),
+        (4, False, "shm", "bfloat16"),
+        (4, True, "shm", "auto"),
+        (2, False, "shm", "auto"),
+        (4, True, "collective", "bfloat16"),
+        (2, True, "collective", "auto"),
     ],
 )
 def test_engines_get_from_several_ranks_the_bytes_that_one_process_publishes(
@@ -96,8 +96,8 @@ def test_engines_get_from_several_ranks_the_bytes_that_one_process_publishes(
     assert {part.rank for info in together.tensors for part in info.parts} == set(range(ranks))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.nightly), "collective"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("transport", ["shm", "collective"])
 def test_what_ranks_publish_after_steps_is_what_they_save(model: str, tmp_path: Path, transport: str) -> None:
     given = by(transport, configured(model, PLAIN, ranks=3))
     published, _ = run(trained(given, batches(2), save=tmp_path))
@@ -108,14 +108,14 @@ def test_what_ranks_publish_after_steps_is_what_they_save(model: str, tmp_path: 
         assert torch.equal(tensor, published[name]), name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "publish"),
     [
         ("llama", "merged"),
-        pytest.param("llama", "adapters", marks=pytest.mark.nightly),  # test_ranks.py compares these
-        pytest.param("gpt2", "merged", marks=pytest.mark.nightly),
-        pytest.param("gpt2", "adapters", marks=pytest.mark.nightly),
+        ("llama", "adapters"),
+        ("gpt2", "merged"),
+        ("gpt2", "adapters"),
     ],
 )
 def test_adapters_of_several_ranks_are_those_of_one(
@@ -192,7 +192,7 @@ def flip(location: str, place: int) -> None:
         memory.write(bytes([byte ^ 16]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("transport", ["shm", "collective"])
 def test_weights_that_the_ranks_have_published_over_are_refused(model: str, transport: str) -> None:
     async def story() -> None:
@@ -229,9 +229,9 @@ def forget_peak(pid: int) -> None:
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
-@pytest.mark.parametrize("transport", ["shm", pytest.param("collective", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("transport", ["shm", "collective"])
 def test_no_rank_takes_more_memory_to_publish_than_its_part_and_one_tensor(
     model: str, tmp_path: Path, transport: str
 ) -> None:

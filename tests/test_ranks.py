@@ -166,7 +166,7 @@ def configured(model: str, kind: dict[str, Any], **options: Any) -> Any:
         pytest.param(3, FULL, False, marks=pytest.mark.nightly),
         pytest.param(2, LEAN, True, marks=pytest.mark.nightly),
         pytest.param(2, ADAPTERS, False, marks=pytest.mark.nightly),
-        (2, BY_SEQUENCE, False),
+        pytest.param(2, BY_SEQUENCE, False, marks=pytest.mark.nightly),
         pytest.param(2, TAUGHT, True, marks=pytest.mark.nightly),
         pytest.param(3, ADAPTERS, True, marks=pytest.mark.nightly),
     ],
@@ -206,8 +206,8 @@ def test_ranks_share_adapters_of_a_model_in_bfloat16(model: str, tmp_path: Path,
     assert all(math.isfinite(each.metrics["grad_norm"]) for each in results)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_that_share_prompts_train_the_weights_that_one_trains(model: str, ranks: int) -> None:
     given = [
         batch(
@@ -222,7 +222,7 @@ def test_ranks_that_share_prompts_train_the_weights_that_one_trains(model: str, 
         assert left.metrics["tokens/trained"] == right.metrics["tokens/trained"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_of_a_model_that_cannot_be_packed_all_pad_its_rows(model: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.Gemma2Config(
@@ -266,7 +266,7 @@ def continue_bit_for_bit(
         same(ends[0], end)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_rank_and_two_continue_bit_for_bit_from_a_checkpoint_of_three(
     model: str, of_three: Path, tmp_path: Path
 ) -> None:
@@ -359,7 +359,7 @@ async def hung(trainer: ScaledProcess, rank: int, told: str) -> None:
 @pytest.mark.parametrize(
     ("rank", "ranks", "method"),
     [
-        (1, 3, "step"),
+        pytest.param(1, 3, "step", marks=pytest.mark.nightly),
         pytest.param(1, 3, "publish", marks=pytest.mark.nightly),
         pytest.param(1, 3, "save", marks=pytest.mark.nightly),  # test_power_cut_ranks.py, too
         pytest.param(0, 3, "step", marks=pytest.mark.nightly),
@@ -390,7 +390,7 @@ def test_a_rank_that_is_killed_ends_the_trainer_with_its_name(
     run(story())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_that_hangs_ends_the_trainer_at_its_deadline(model: str) -> None:
     async def story() -> None:
         async with running(ScaledProcess(setup(model, ranks=2))) as trainer:

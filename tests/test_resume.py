@@ -545,7 +545,7 @@ FREE = ("run.fixed.", "messages[0].content")
 """Parts of keys whose values may have any type: a configuration's, and an environment's."""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["pipeline.json", "train_dataloader_sort.json", "manifest.json"])
 def test_a_value_of_another_type_in_a_checkpoint_is_one_error_that_names_file_and_key(tmp_path, name):
     settings = ["sampler.name=curriculum", "sampler.options.shares=drawn", "validation.name=paired"]
@@ -819,7 +819,7 @@ def test_a_change_with_which_a_run_cannot_start_is_not_kept(here):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_printed_hint_works_as_printed_and_keeps_what_was_set(here):
     process = start(
         here, "--env", "./envs.py:Digits", *QUICK, "--set", "trainer.steps=10000", "--output", "my run"
@@ -895,7 +895,9 @@ TRACKERS = ["files", "terminal", "report"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killer", ["AfterTheCheckpoint", "AtTheClose"])
+@pytest.mark.parametrize(
+    "killer", ["AfterTheCheckpoint", pytest.param("AtTheClose", marks=pytest.mark.nightly)]
+)
 def test_a_run_that_was_killed_after_its_last_step_ends_as_if_it_had_not_been(here, killer):
     """Its page and the end of its records are made, without a process for that; a repeat does nothing."""
     (here / "killers.py").write_text(KILLERS)
@@ -925,7 +927,7 @@ def test_a_run_that_was_killed_after_its_last_step_ends_as_if_it_had_not_been(he
     assert after == before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_last_validation_that_a_kill_has_prevented_is_made_and_nothing_is_trained(here):
     (here / "killers.py").write_text(KILLERS)
     trackers = json.dumps(["./killers.py:InTheLastStep", *TRACKERS])

@@ -469,7 +469,7 @@ def test_a_model_whose_template_forgets_is_trained_over_several_turns(qwen3, tmp
     subprocess.run([GRPO, "verify", tmp_path / "run"], check=True, capture_output=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_template_that_only_appends_makes_one_segment_and_is_saved_with_the_model(qwen3, tmp_path):
     done = run_talks(qwen3, tmp_path, "--set", "model.chat_template=chatml")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -136,7 +136,7 @@ def test_a_trainer_that_extends_the_built_in_one_trains_a_run(here: Path) -> Non
     assert (here / "run" / "logs" / "trainer.log").exists(), "what its child prints is a log of the run"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_trainer_of_nothing_but_the_protocol_trains_a_run_and_is_resumed(here: Path) -> None:
     chosen = ["--set", "trainer.name=./my.py:Minimal", "--set", "trainer.options.speed=2"]
     done = train(here, *SORT, *SMALL, *chosen)

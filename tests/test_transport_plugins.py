@@ -101,7 +101,7 @@ def test_a_transport_of_a_plugin_carries_the_weights_of_a_run(installed):
     assert sorted(os.listdir(installed / "spool")) == ["version-0", "version-1", "version-2"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_process_of_a_run_looks_for_a_transport_among_plugins_that_are_not_allowed(installed):
     done = train(installed, "engine.transport=spool", 'plugins=["math", "spool"]')
     assert done.returncode == 0, done.stdout + done.stderr

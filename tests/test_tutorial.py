@@ -17,9 +17,6 @@ from documents import ROOT, TUTORIALS, blocks
 from grpo_core.app import launch
 from grpo_core.plugins.host import PluginHost
 
-NIGHTLY = {page.stem for page in TUTORIALS} - {"tutorial"}
-"""CI follows docs/tutorial.md; of the others it reads the configurations, and the form of the commands."""
-
 INSTALLED = {
     r"^python -m venv|^source ": "the test's interpreter is the environment",
     r"^(tasksets/bin/)?pip install(?! --no-deps --no-build-isolation -e \.$)": "needs an index",
@@ -131,11 +128,8 @@ def prepared(page, directory):
     return directory
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(p, marks=pytest.mark.nightly if p.stem in NIGHTLY else (), id=p.stem) for p in TUTORIALS],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_a_tutorial_does_what_it_says(page, tmp_path):
     site, project = tmp_path / "site", prepared(page, tmp_path)
     paths = [str(site), str(project), *filter(None, [os.environ.get("PYTHONPATH")])]

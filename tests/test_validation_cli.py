@@ -127,7 +127,7 @@ def run(tmp_path_factory):
     return cwd / "run"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_validates_on_a_separate_engine(run):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "validation/sort/accuracy" in row] == [0, 2, 4]
@@ -139,7 +139,7 @@ def test_a_run_validates_on_a_separate_engine(run):
     assert (again["version"], again["validation"], again["model"]) == (4, {"sort": "batched"}, "run")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_an_engine_measures_is_written_whatever_is_around_it(tmp_path):
     (tmp_path / "mine.py").write_text(MEASURED)
     done = grpo(tmp_path, "train", "--env", "math:sort", "--set", "tasks.sort.options.length=3",

@@ -47,6 +47,7 @@ class TwoTurns(FakeEnvironment):
         return [sum(each[name] for each in told) for name in ("prompt_tokens", "cached_tokens")]
 
 
+@pytest.mark.nightly
 def test_the_second_turn_of_a_rollout_finds_its_first_in_the_prefix_cache(tmp_path):
     """The test uses ``play`` and a pool of two engines, each of which serves the turns of one group."""
     from grpo_plugin_vllm.engine import VllmEngine  # needs vLLM

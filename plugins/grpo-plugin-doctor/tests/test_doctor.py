@@ -304,7 +304,7 @@ def test_train_refuses_a_run_that_cannot_fit_and_starts_nothing(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_tight_run_warns_and_a_resumed_run_is_refused_as_well(tmp_path, small, monkeypatch):
     """A stand-in for /proc/meminfo has just enough for the 24 bytes of each of the 88,576 parameters."""
     monkeypatch.chdir(tmp_path)

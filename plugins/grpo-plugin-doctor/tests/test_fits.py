@@ -31,7 +31,7 @@ def test_the_document_names_the_smallest_change_with_which_a_model_fits_or_that_
     assert row in page.splitlines(), "run `make pages` (docs/_fits.py)"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("model", "gpus", "settings", "message"),
     [

@@ -175,6 +175,7 @@ def test_an_engine_in_child_processes_keeps_it_too(publisher, workers):
     asyncio.run(story())
 
 
+@pytest.mark.nightly
 def test_weights_are_sent_to_workers_that_come_late(ray, tmp_path):
     """By relay: no copy in the object store; a worker that is late is refused and gets the next version."""
     publisher = published(tmp_path / "model", 64)
@@ -666,6 +667,7 @@ def verified(directory: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([GRPO, "verify", directory], capture_output=True, text=True)
 
 
+@pytest.mark.nightly
 def test_a_run_loses_nothing_when_workers_die_and_leaves_no_process_behind(tmp_path):
     run = RayRun(tmp_path)
     try:

@@ -190,7 +190,7 @@ def test_ranks_listen_at_their_machines_address_in_the_cluster_alone(joined, mod
     run(story())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("method", "victim", "reason"),
     [
@@ -268,7 +268,7 @@ def test_a_cluster_without_room_is_an_error_with_what_the_ranks_ask_for(joined, 
     run(story())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_error_of_a_rank_is_reported_like_an_error_of_this_machine(joined, model):
     async def story() -> None:
         async with running(spread(model, ranks=2)) as trainer:

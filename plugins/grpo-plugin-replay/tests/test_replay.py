@@ -154,7 +154,7 @@ def test_the_stages_of_the_timeline_sum_to_the_time_of_the_run(runs):
 # ---------------------------------------------------------------------------------- replay
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_step_is_computed_again_from_the_newest_checkpoint_before_it(runs, capsys):
     assert replay.replay(runs[0], step=4) == 0
     said = capsys.readouterr().out.splitlines()

@@ -220,7 +220,7 @@ def test_a_run_that_was_trained_is_listed_pruned_and_still_verified(tmp_path):
     assert command("runs", "export", "runs/small").count("\n") == 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_everything_shows_a_run_of_epochs_with_its_number_of_steps(tmp_path):
     """Six prompts are two steps of three; trainer.steps, whose default is another number, plays no part."""
     (tmp_path / "letters.py").write_text(

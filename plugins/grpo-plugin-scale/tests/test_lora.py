@@ -446,7 +446,7 @@ def test_an_empty_section_turns_lora_on(tmp_path: Path) -> None:
     assert build([as_table(config)], host.sections) == config
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_with_lora_is_trained_resumed_and_validated_by_the_command(tmp_path: Path) -> None:
     settings = [
         "model.options.warm_start_steps=20",

