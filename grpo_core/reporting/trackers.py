@@ -62,6 +62,7 @@ class Trackers:
         self._metrics: dict[str, float] = {}
         self._reason = ""
         self._end: Callable[[str], None] | None = None
+        self._closing = False
         self.add(trackers)
 
     def add(self, trackers: Mapping[str, Tracker], states: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -184,6 +185,7 @@ class Trackers:
 
     async def close(self) -> None:
         """End all trackers; the required ones first, since others may read what they wrote."""
+        self._closing = True
         required = self._required()
         for threads in (required, [thread for thread in self._threads if thread not in required]):
             until = time.monotonic() + PATIENCE
@@ -208,12 +210,14 @@ class Trackers:
         self._in_loop(partial(self._report, name, error, required))
 
     def _report(self, name: str, error: TrackingError, required: bool) -> None:
-        if not required:
-            message = f"{error}; it is not called again"
+        message = f"{error}; it is not called again"
+        if required:
+            self._error = self._error or error
+            self._failed.set()
+        elif self._closing:  # nobody hears an event any more
+            log.warning("%s", message)
+        else:
             self.emit(events.WarningRaised(step=self.step, cause=name, message=message, fault=error.fault))
-            return
-        self._error = self._error or error
-        self._failed.set()
 
     def _in_loop(self, call: Callable[[], object]) -> None:
         with suppress(RuntimeError):  # a tracker that was left behind outlives the loop
@@ -372,12 +376,11 @@ class TrackerThread:
 
     def _drop(self, error: TrackingError) -> None:
         with self._change:
-            first, self.dropped = not self.dropped, True
-            self._change.notify_all()
-        if first and not self.required:
-            log.warning("%s; it is not called again", error)
-        if first:
+            if self.dropped:
+                return
             self._on_failure(self.who, error, self.required)
+            self.dropped = True  # last: whoever sees it may end the loop that reports the error
+            self._change.notify_all()
 
 
 def call(tracker: Tracker, event: events.Event) -> None:
