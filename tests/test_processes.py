@@ -159,6 +159,18 @@ def test_a_call_is_answered_on_the_childs_main_thread():
 
 
 @pytest.mark.long
+def test_a_child_imports_from_where_its_program_does(tmp_path, monkeypatch):
+    (tmp_path / "only_here.py").write_text("class Target:\n    def greet(self):\n        return 'hello'\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+
+    async def use(c):
+        await c.started(seconds=20)
+        assert await c.call("greet", seconds=5) == "hello"
+
+    story(closing(Child("only_here:Target", name="child of a test"), use))
+
+
+@pytest.mark.long
 def test_a_child_has_its_own_group_in_its_parents_session():
     """So ctrl-C in a terminal does not reach it, and Linux shares the cores among all of a run."""
 

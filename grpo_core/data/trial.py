@@ -6,8 +6,6 @@ process is found.  What no trial can show, such as a shuffle buffer, is known by
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -114,8 +112,8 @@ class Reader:
 async def read_elsewhere(
     selection: PluginSelection, name: str, split: str, options: Mapping[str, Any], who: str, *, seconds: float
 ) -> Reading:
-    """Read a stream in a child process, which imports from where this one does.  Raises GrpoError."""
-    environ = {"PYTHONHASHSEED": ANOTHER_SEED, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    """Read a stream in a child process.  Raises GrpoError."""
+    environ = {"PYTHONHASHSEED": ANOTHER_SEED}
     child = Child(f"{__name__}:Reader", name=f"trial of {who}", environ=environ)
     try:
         await child.started(seconds=seconds)

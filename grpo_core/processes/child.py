@@ -44,7 +44,13 @@ from grpo_core.text.credentials import Mask
 if TYPE_CHECKING:
     from grpo_core.processes.interpreters import Interpreter
 
-_BOOT = "import sys; from grpo_core.processes import served; served.main(*map(int, sys.argv[1:]))"
+_BOOT = """
+import sys
+sys.path += [path for path in sys.argv[3:] if path not in sys.path]
+del sys.argv[3:]
+from grpo_core.processes import served
+served.main(*map(int, sys.argv[1:]))
+"""
 LAST_WORDS = 4000
 """Bytes at the end of a dead child's log whose lines are shown."""
 LAST_LINES = 6
@@ -143,7 +149,9 @@ class Child:
         _CHILDREN.add(self)
         self._mark = _MARKS.make()
         with open(self._log, "ab") if self._log else os.fdopen(os.dup(2), "wb") as output:
-            ours = [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), str(os.getpid())]
+            numbers = [str(theirs.fileno()), str(os.getpid())]
+            # it imports from where this process does; programs that it starts would inherit PYTHONPATH
+            ours = [sys.executable, "-P", "-c", _BOOT, *numbers, *filter(None, sys.path)]
             inherited = interpreter.variables(os.environ) if interpreter else os.environ
             return subprocess.Popen(
                 interpreter.command(theirs.fileno()) if interpreter else ours,
