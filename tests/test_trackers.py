@@ -250,7 +250,10 @@ def test_a_tracker_that_hangs_delays_neither_the_run_nor_other_trackers(monkeypa
     forever.set()
     assert [event.slot for event in heard.events if isinstance(event, GroupFinished)] == list(range(60))
     (warning,) = [event for event in heard.events if isinstance(event, WarningRaised)]
-    assert "tracker 'hanging' is too far behind the run, in RunStarted; it is not called again" in warning.message
+    assert (
+        "tracker 'hanging' is too far behind the run, in RunStarted; it is not called again"
+        in warning.message
+    )
 
 
 def test_a_tracker_that_does_not_end_is_left_behind(monkeypatch):
