@@ -119,8 +119,9 @@ class EnvironmentConfig:
     concurrency: int | None = field(default=None, validator=optional(ge(0)))
     """Number of concurrent calls of an async `evaluate`, of tools and of `open` in each worker, each with one
     episode (or one group, if the environment compares rollouts).  The next call starts as soon as one ends.
-    0 calls `evaluate` with batches, one after another.  Of an agent it is also the number of rollouts that a
-    worker plays at once, at least 1.  If this is not set, the environment may declare it; the default is 0."""
+    0 calls `evaluate` with batches, one after another.  If this is not set, the environment may declare it;
+    the default is 0.  It is also the number of rollouts that an agent plays at once in a worker, at least
+    one."""
     max_error_rate: float = field(default=0.2, validator=[ge(0), le(1)])
     """The run ends when more than this share of 200 calls have failed among the last 200 of a task, or 20 in
     a row; 1 turns both rules off.  A call judges an episode, or a group if the environment compares rollouts.

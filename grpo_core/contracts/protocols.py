@@ -139,7 +139,7 @@ class Environment:
 
         Optional: an environment that defines it is an agent, and its rollouts take no other turns.  Returns
         the reward, or None if ``evaluate`` judges the episode; the episode is the conversation that ends
-        with the last completion.  A process plays ``concurrency`` rollouts at the same time, in one event loop.
+        with the last completion.  A process plays ``concurrency`` rollouts at once, in one event loop.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define run(prompt, client)")
 

@@ -61,9 +61,9 @@ async def play(
     With ``lockstep`` they wait for each other at each turn: the environment of a task is called once a turn.
 
     A rollout that ends unscored (its environment failed, the engine lost it, or ``deadline`` seconds have
-    passed) has ``reward=None`` and the reason in ``error``.  Waits for an unavailable service, or for a process
-    that plays an agent, do not count.
-    Each session that was opened is closed once, also if this call is cancelled.
+    passed) has ``reward=None`` and the reason in ``error``.  Waits for an unavailable service, or for a
+    process that plays an agent, do not count.  Each session that was opened is closed once, also if this call
+    is cancelled.
 
     Raises ModelError if the chat template cannot keep the tokens of earlier turns.
     """

@@ -1,9 +1,9 @@
 """Serves the model to agents over HTTP, usually on the loopback address.
 
-There is one server for a run.  Each rollout has a session with its own address, ``/rollouts/ID/v1``, and its
-own key, a signature of the ID.  A request belongs to the rollout of its address.  Without the rollout's key, or
-after its end, it is refused with 401.  With the key of another rollout it ends the run: the agent mixes up its
-rollouts.
+There is one server for a run.  Each rollout has a session with its own address, ``/rollouts/ID/v1``, and
+its own key, a signature of the ID.  A request belongs to the rollout of its address.  Without a key, or after
+the rollout's end, it is refused with 401.  With the key of another rollout it ends the run: the agent mixes
+up its rollouts.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class AgentServer(Player):
     def _session(self, request: web.Request) -> Session:
         """Return the session of the request's address.
 
-        Raises Refused if the key in the headers is not the session's; the key of another rollout ends the run.
+        Raises Refused if the key in the headers is not the session's; if it is another's, the run ends.
         """
         given = request.headers.get("Authorization", "")
         key = given[7:] if given[:7].lower() == "bearer " else request.headers.get("x-api-key", "")

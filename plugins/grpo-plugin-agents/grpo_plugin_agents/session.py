@@ -40,11 +40,10 @@ MOST_COMPLETIONS = 64
 _TAIL = 16
 """Number of tokens at the end of a prompt that are searched for the opening tag of thinking."""
 MIXED_UP_ADVICE = (
-    "Rollouts that play in one process share its environment variables, its working directory and all globals, "
-    "such as a module's client. Leave out `concurrency` (and environment.concurrency), so that a process plays "
-    "one rollout, or give each client its address and its key in run, as in AsyncOpenAI(base_url="
-    "client.base_url, api_key=client.api_key), and keep a rollout's state in local variables; grpo-core check "
-    "plays several at once"
+    "Rollouts of one process share its environment variables, its working directory and all globals, such as "
+    "a module's client. Give each client its address and its key in run, as in AsyncOpenAI(base_url="
+    "client.base_url, api_key=client.api_key), and keep a rollout's state in local variables. Or leave out "
+    "`concurrency` and environment.concurrency: then a process plays one rollout at a time"
 )
 """Advice for the author of an agent whose rollouts are mixed up."""
 PING = 2.0

@@ -386,8 +386,9 @@ class Conformance:
         except (Broken, PluginError) as mixed:
             if several:
                 raise Broken(
-                    f"{mixed} Leave out concurrency, so that a process plays one rollout, or give each client "
-                    "client.base_url and client.api_key in run, and keep a rollout's state in local variables"
+                    f"{mixed} Leave out concurrency, so that a process plays one rollout, or give each "
+                    "client client.base_url and client.api_key in run, and keep a rollout's state in local "
+                    "variables"
                 ) from mixed
             raise Noted(
                 f"they share something, so that a process must play one rollout, as it does without "
