@@ -163,10 +163,7 @@ class AgentServer(Player):
 
     def _handler(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
-            try:
-                session = self._session(request)
-            except Refused as refused:
-                return _refused(dialect, refused)
+            session = self._session(request, dialect)
             try:
                 body = await request.read()
             except web.HTTPRequestEntityTooLarge:
@@ -185,27 +182,21 @@ class AgentServer(Player):
         return handle
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
-        try:
-            session = self._session(request)
-        except Refused as refused:
-            return _refused(ANTHROPIC, refused)
+        session = self._session(request, ANTHROPIC)
         return await _Wire(request).send(await session.count_tokens(ANTHROPIC, await request.read()))
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        try:
-            self._session(request)
-        except Refused as refused:
-            return _refused(CHAT, refused)
+        self._session(request, CHAT)
         if "name" in request.match_info:
             return _json(_MODEL)
         return _json(
             {"object": "list", "data": [_MODEL], "has_more": False, "first_id": MODEL, "last_id": MODEL}
         )
 
-    def _session(self, request: web.Request) -> Session:
+    def _session(self, request: web.Request, dialect: Dialect) -> Session:
         """Return the session of the request's address.
 
-        Raises Refused if the key in the headers is not the session's; if it is another's, the run ends.
+        Raises HTTPException if the key in the headers is not the session's; if it is another's, the run ends.
         """
         given = request.headers.get("Authorization", "")
         key = given[7:] if given[:7].lower() == "bearer " else request.headers.get("x-api-key", "")
@@ -213,11 +204,12 @@ class AgentServer(Player):
         owner = key.strip().removeprefix("sk-grpo-").partition("-")[0]
         sent = key.strip().encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(sent, self._key(owner).encode("utf-8", "surrogateescape")):
-            raise Refused(401, "this key does not belong to a running rollout", "invalid_api_key")
+            message = "this key does not belong to a running rollout"
+            raise web.HTTPUnauthorized(**_error(dialect, 401, message, "invalid_api_key"))
         running = [self._sessions[each] for each in (id, owner) if each in self._sessions]
         if not running:
             message = "this rollout has ended; a client that is made once needs the address and key of each"
-            raise Refused(401, message, "ended")
+            raise web.HTTPUnauthorized(**_error(dialect, 401, message, "ended"))
         if owner != id:
             mixed = PluginError(
                 f"agents: a request to the address of rollout {id} has the key of rollout {owner}. "
@@ -225,7 +217,7 @@ class AgentServer(Player):
             )
             for session in running:
                 session.fail(mixed)
-            raise Refused(403, str(mixed), "another_rollout")
+            raise web.HTTPForbidden(**_error(dialect, 403, str(mixed), "another_rollout"))
         return running[0]
 
 
@@ -298,8 +290,9 @@ def _json(data: object, status: int = 200) -> web.Response:
 
 async def _unserved(request: web.Request) -> web.Response:
     message = f"{request.path[:200]} is not served; the model is at client.base_url, including its path"
-    return _json(CHAT.error(404, message, "not_found"), 404)
+    raise web.HTTPNotFound(**_error(CHAT, 404, message, "not_found"))
 
 
-def _refused(dialect: Dialect, refused: Refused) -> web.Response:
-    return _json(dialect.error(refused.status, str(refused), refused.code), refused.status)
+def _error(dialect: Dialect, status: int, message: str, code: str) -> dict[str, str]:
+    """Return the arguments of an ``HTTPException``."""
+    return {"text": json.dumps(dialect.error(status, message, code)), "content_type": "application/json"}
