@@ -17,6 +17,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from ipaddress import ip_address
+from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -293,6 +294,6 @@ async def _unserved(request: web.Request) -> web.Response:
     raise web.HTTPNotFound(**_error(CHAT, 404, message, "not_found"))
 
 
-def _error(dialect: Dialect, status: int, message: str, code: str) -> dict[str, str]:
+def _error(dialect: Dialect, status: int, message: str, code: str) -> dict[str, Any]:
     """Return the arguments of an ``HTTPException``."""
     return {"text": json.dumps(dialect.error(status, message, code)), "content_type": "application/json"}
