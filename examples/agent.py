@@ -10,6 +10,7 @@ from openai import AsyncOpenAI
 import grpo_core as grpo
 
 MODEL = AsyncOpenAI(base_url="http://unused", api_key="unused")  # one, since making it takes 50 ms
+concurrency = 64  # rollouts at once in a process: run keeps its state in local variables
 
 
 def prompts(split):

@@ -1,206 +1,101 @@
-"""Agents that know their rollout by something that a process has once: no two rollouts are mixed up."""
+"""Agents whose rollouts share a process mix nothing up, and others play one rollout in a process."""
 
 from __future__ import annotations
 
+import asyncio
 import re
+import socket
 
 import pytest
-from test_agents import played
+from test_agents import HEAD as COMMON
 
 from grpo_core import cli
-from grpo_core.config import EnvironmentConfig
+from grpo_core.app.placement import LocalPlacement
+from grpo_core.app.workers import make_environment
+from grpo_core.config import EnvironmentConfig, TaskConfig
 from grpo_core.contracts.errors import PluginError
 from grpo_core.contracts.limits import Limits
-from grpo_core.contracts.records import Completion
-from grpo_core.testing import FakeRenderer
+from grpo_core.contracts.playing import PlayerSetup
+from grpo_core.contracts.records import Completion, Prompt, Weights
+from grpo_core.environments.places import Places
+from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
+from grpo_core.plugins.host import PluginHost
+from grpo_core.processes.aio import Limit, not_counted
+from grpo_core.testing import FakeEngine, FakeRenderer, clock
 from grpo_plugin_agents.recorder import Conversations, Recorder
+from grpo_plugin_agents.server import AgentServer
 
-pytestmark = pytest.mark.long
+HEAD = (
+    COMMON
+    + """
+import functools, subprocess, sys
+from types import SimpleNamespace
 
-HEAD = """
-import concurrent.futures, functools, socket, subprocess, sys, threading
-import aiohttp
-from aiohttp import web
+HERE = os.path.dirname(__file__)
 
-TOGETHER = asyncio.Barrier(2)  # two rollouts play, and each waits for the other
+def mine():
+    return SimpleNamespace(base_url=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
 
-def post(base_url, key, *said):
-    messages = [{"role": "user", "content": text} for text in said]
-    body, headers = json.dumps({"messages": messages}).encode(), {"Authorization": "Bearer " + key}
-    request = urllib.request.Request(base_url + "/chat/completions", body, headers)
-    return json.loads(urllib.request.urlopen(request).read())["choices"][0]["message"]["content"]
-
-@functools.cache
-def http():
-    return aiohttp.ClientSession()
-
-async def send(base_url, key, *said):
-    messages = [{"role": "user", "content": text} for text in said]
-    async with http().post(
-        base_url + "/chat/completions",
-        json={"messages": messages},
-        headers={"Authorization": "Bearer " + key},
-    ) as response:
-        response.raise_for_status()
-        return (await response.json())["choices"][0]["message"]["content"]
+async def meet(n):
+    # wait until n rollouts play, wherever they do
+    open(os.path.join(HERE, "here-%d-%d" % (os.getpid(), id(asyncio.current_task()))), "w").close()
+    while sum(name.startswith("here-") for name in os.listdir(HERE)) < n:
+        await asyncio.sleep(0.01)
 
 ASKS = '''
 import json, os, sys, urllib.request
 url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-body = json.dumps({"messages": [{"role": "user", "content": sys.argv[1]}]}).encode()
+body = json.dumps({"messages": [{"role": "user", "content": open("task.txt").read()}]}).encode()
 key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
 urllib.request.urlopen(urllib.request.Request(url, body, key)).read()
 '''
 
 async def run(prompt, client):
     await play(prompt, client)
-    return 1.0
+    return grpo.Feedback(reward=1.0, metrics={"pid": os.getpid()})
 """
+)
 
-KEY = "with the key of another rollout"
-PROGRAM = "the environment variable OPENAI_API_KEY has the key of another rollout"
-SHARED = {
-    "an environment variable": (
-        """
-async def play(prompt, client):
-    os.environ["OPENAI_API_KEY"] = client.api_key
-    await TOGETHER.wait()
-    await send(client.base_url, os.environ["OPENAI_API_KEY"], prompt.id)
-""",
-        KEY,
-    ),
-    "a variable that is set once": (
-        """
-async def play(prompt, client):
-    os.environ.setdefault("OPENAI_API_KEY", client.api_key)
-    await send(client.base_url, os.environ["OPENAI_API_KEY"], prompt.id)
-    await TOGETHER.wait()
-""",
-        KEY,
-    ),
-    "a thread": (
-        """
-async def play(prompt, client):
-    os.environ["OPENAI_API_KEY"] = client.api_key
-    await TOGETHER.wait()
-    await asyncio.to_thread(lambda: post(client.base_url, os.environ["OPENAI_API_KEY"], prompt.id))
-""",
-        KEY,
-    ),
-    "a thread of a pool": (
-        """
-POOL = concurrent.futures.ThreadPoolExecutor(2)
 
-async def play(prompt, client):
-    os.environ["OPENAI_API_KEY"] = client.api_key
-    await TOGETHER.wait()
-    ask = lambda: post(client.base_url, os.environ["OPENAI_API_KEY"], prompt.id)
-    await asyncio.get_running_loop().run_in_executor(POOL, ask)
-""",
-        KEY,
-    ),
-    "an environment variable, over a socket that takes parts": (
-        """
-def post_parts(address, key):
-    head = f"POST /v1/chat/completions HTTP/1.1\\r\\nHost: a\\r\\nAuthorization: Bearer {key}\\r\\n\\r\\n"
-    with socket.create_connection(address) as connection:
-        connection.sendmsg([])
-        connection.sendmsg([head.encode(), b"{}"])
+def played(tmp_path, agent, groups, *, config=None, deadline=60.0, name=""):
+    """Play a rollout in each of the groups by an agent as a run does; return them with the pool's remark."""
+    (tmp_path / "agent.py").write_text(HEAD + agent)
+    host = PluginHost.discover()
+    config = config or EnvironmentConfig()
+    spec = f"{tmp_path}/agent.py{name}"
+    requests = [
+        RolloutRequest(
+            prompt=Prompt(messages=group, id=group, environment="task", answer="ab"), seed=i, group=group
+        )
+        for i, group in enumerate(groups)
+    ]
 
-async def play(prompt, client):
-    os.environ["OPENAI_API_KEY"] = client.api_key
-    await TOGETHER.wait()
-    host, port = client.base_url.split("/")[2].split(":")
-    await asyncio.to_thread(post_parts, (host, int(port)), os.environ["OPENAI_API_KEY"])
-""",
-        KEY,
-    ),
-    "a module's variable": (
-        """
-async def play(prompt, client):
-    global CLIENT
-    CLIENT = client
-    await TOGETHER.wait()
-    await asyncio.gather(*(send(CLIENT.base_url, CLIENT.api_key, f"{prompt.id} {i}") for i in range(2)))
-""",
-        KEY,
-    ),
-    "a client that is made once": (
-        """
-@functools.cache
-def client_of_all(*, made=[]):
-    return made[0]
+    async def story():
+        engine = FakeEngine(reply=lambda request, rng: "ab", latency=lambda rng: 0.0)
+        await engine.update_weights(Weights(version=0, location="", nbytes=0, tensors=()))
+        server = AgentServer(PlayerSetup())
+        await server.start()
+        pool = make_environment(
+            "task", TaskConfig(env=spec), config, LocalPlacement(host), host, log=None, parts={}
+        )
+        pool.player = server
+        try:
+            await pool.start()
+            rollouts = await play(
+                requests,
+                engine=engine,
+                environments={"task": pool},
+                renderer=FakeRenderer(),
+                sampling=SamplingParams(temperature=1.0, max_tokens=50),
+                deadline=deadline,
+            )
+            assert server.sessions == 0
+            return rollouts, pool.remark
+        finally:
+            await pool.aclose()
+            await server.aclose()
 
-async def play(prompt, client):
-    made = client_of_all.__wrapped__.__kwdefaults__["made"]
-    made.append(client)
-    await TOGETHER.wait()
-    await send(client_of_all().base_url, client_of_all().api_key, prompt.id)
-""",
-        KEY,
-    ),
-    "a task that outlives its rollout": (
-        """
-OVER, LATE = asyncio.Event(), asyncio.Event()
-
-async def late(base_url, prompt):
-    await LATE.wait()
-    await send(base_url, os.environ["OPENAI_API_KEY"], prompt.id)
-
-async def play(prompt, client):
-    await send(client.base_url, client.api_key, prompt.id)
-    if prompt.id == "0":
-        globals()["LEFT"] = asyncio.create_task(late(client.base_url, prompt))
-        asyncio.current_task().add_done_callback(lambda _: OVER.set())
-        return
-    await OVER.wait()
-    os.environ["OPENAI_API_KEY"] = client.api_key
-    LATE.set()
-    await asyncio.wait([LEFT])
-    assert isinstance(LEFT.exception(), aiohttp.ClientError), LEFT.exception()
-""",
-        "",
-    ),
-    "a program": (
-        """
-async def play(prompt, client):
-    os.environ.update(client.env_vars())
-    await TOGETHER.wait()
-    await asyncio.to_thread(subprocess.run, [sys.executable, "-c", ASKS, prompt.id], check=True)
-""",
-        PROGRAM,
-    ),
-    "the working directory": (
-        """
-async def play(prompt, client):
-    os.makedirs(prompt.id, exist_ok=True)
-    os.chdir(prompt.id)
-    open("task.txt", "w").write(prompt.id)
-    await TOGETHER.wait()
-    await send(client.base_url, client.api_key, open("task.txt").read())
-    await TOGETHER.wait()
-""",
-        "in the working directory",
-    ),
-    "a conversation in a module's variable": (
-        """
-async def play(prompt, client):
-    global SAID
-    SAID = [{"role": "user", "content": prompt.id}]
-    for _ in range(3):
-        async with http().post(
-            client.base_url + "/chat/completions",
-            json={"messages": SAID},
-            headers={"Authorization": "Bearer " + client.api_key},
-        ) as response:
-            response.raise_for_status()
-            said = (await response.json())["choices"][0]["message"]
-        SAID = [*SAID, said, {"role": "user", "content": "go on"}]
-        await TOGETHER.wait()
-""",
-        "a rollout continues a reply that another prompt's rollout sampled: 'ab'",
-    ),
-}
+    return asyncio.run(story())
 
 
 def texts(rollouts):
@@ -209,124 +104,289 @@ def texts(rollouts):
     ]
 
 
-@pytest.mark.parametrize("what", [what for what, (_, told) in SHARED.items() if told])
-def test_a_rollout_that_would_ask_as_another_one_ends_the_run(what, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    agent, told = SHARED[what]
-    with pytest.raises(PluginError, match=told) as raised:
-        played(tmp_path, HEAD + agent, 2)
-    assert "Give each client its key in run" in str(raised.value)
+def processes(rollouts):
+    return len({rollout.metrics["pid"] for rollout in rollouts})
 
 
-def test_what_a_rollout_has_left_behind_asks_in_no_other_one(tmp_path):
-    rollouts, _ = played(tmp_path, HEAD + SHARED["a task that outlives its rollout"][0], 2)
-    assert texts(rollouts) == ["0", "1"]
-
-
-APART = {
-    "its own key, over connections that all share": """
+SHARED = {
+    "a key in the environment variables": """
 async def play(prompt, client):
-    for turn in range(5):
-        asking = (send(client.base_url, client.api_key, prompt.id, f"{turn} {i}") for i in range(3))
-        await asyncio.gather(*asking)
-        await asyncio.to_thread(ask, client, prompt.id)
-        await TOGETHER.wait()
+    os.environ["OPENAI_API_KEY"] = client.api_key
+    await meet(MEET)
+    key = SimpleNamespace(base_url=client.base_url, api_key=os.environ["OPENAI_API_KEY"])
+    await asyncio.to_thread(ask, key, prompt.id)
 """,
-    "a server that the first rollout has started": """
-RELAY = []
-
-async def relay(request):
-    said = (await request.json())["said"]
-    return web.Response(text=await send(request.headers["url"], request.headers["key"], said))
-
-async def started():
-    app = web.Application()
-    app.router.add_post("/", relay)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    RELAY.append(f"http://127.0.0.1:{runner.addresses[0][1]}/")
-
+    "a key that is set once": """
 async def play(prompt, client):
-    if prompt.id == "0":
-        await started()
-    await TOGETHER.wait()
-    headers = {"url": client.base_url, "key": client.api_key}
-    async with http().post(RELAY[0], json={"said": prompt.id}, headers=headers) as response:
-        assert await response.text() == "ab"
-    await TOGETHER.wait()
+    key = os.environ.setdefault("OPENAI_API_KEY", client.api_key)
+    await meet(MEET)
+    await asyncio.to_thread(ask, SimpleNamespace(base_url=client.base_url, api_key=key), prompt.id)
 """,
-    "a key in the environment of its own program": """
+    "an address in a module's variable": """
 async def play(prompt, client):
-    await TOGETHER.wait()
-    program = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", ASKS, prompt.id, env={**os.environ, **client.env_vars()}
-    )
-    assert await program.wait() == 0
+    global URL
+    URL = client.base_url
+    await meet(MEET)
+    await asyncio.to_thread(ask, SimpleNamespace(base_url=URL, api_key=client.api_key), prompt.id)
 """,
-    "a directory that it leaves before it waits": """
+}
+BOTH = {
+    "address and key in the environment variables": """
 async def play(prompt, client):
-    here = os.getcwd()
-    os.makedirs(prompt.id, exist_ok=True)
-    for _ in range(3):
-        os.chdir(prompt.id)
-        os.chdir(here)
-        await TOGETHER.wait()
-        await send(client.base_url, client.api_key, prompt.id)
+    os.environ.update(client.env_vars())
+    await meet(MEET)
+    await asyncio.to_thread(ask, mine(), prompt.id)
+    await asyncio.to_thread(ask, mine(), prompt.id, "and")
 """,
-    "a directory that all change to": """
+    "a client in a module's variable": """
 async def play(prompt, client):
-    os.chdir("/")
-    await TOGETHER.wait()
-    await send(client.base_url, client.api_key, prompt.id)
+    global CLIENT
+    CLIENT = client
+    await meet(MEET)
+    await asyncio.to_thread(lambda: ask(CLIENT, prompt.id))
 """,
-    "a key of another rollout in a text": """
-KEYS = {}
-
+    "environment and working directory of a program": """
 async def play(prompt, client):
-    KEYS[prompt.id] = client.api_key
-    await TOGETHER.wait()
-    await send(client.base_url, client.api_key, f"{prompt.id} {sorted(KEYS.values())}")
+    os.environ.update(client.env_vars())
+    here = os.path.join(HERE, "of " + client.api_key[-20:])
+    os.makedirs(here)
+    os.chdir(here)
+    open("task.txt", "w").write(prompt.id)
+    await meet(MEET)
+    await asyncio.to_thread(subprocess.run, [sys.executable, "-c", ASKS], check=True)
 """,
 }
 
 
-@pytest.mark.parametrize("what", APART)
-def test_agents_that_keep_their_rollouts_apart_are_not_stopped(what, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    rollouts, _ = played(tmp_path, HEAD + APART[what], 2)
-    assert [(rollout.reward, rollout.error) for rollout in rollouts] == [(1.0, None)] * 2
-    assert [sorted({text[0] for text in texts([rollout])}) for rollout in rollouts] == [["0"], ["1"]]
+@pytest.mark.long
+@pytest.mark.parametrize("what", [*SHARED, *BOTH])
+def test_an_agent_without_concurrency_plays_one_rollout_in_a_process(what, tmp_path):
+    agent = {**SHARED, **BOTH}[what].replace("MEET", "4")
+    rollouts, remark = played(tmp_path, agent, ["a", "a", "b", "c"])
+    assert [(each.reward, each.error) for each in rollouts] == [(1.0, None)] * 4
+    assert [{text[0] for text in texts([each])} for each in rollouts] == [{"a"}, {"a"}, {"b"}, {"c"}]
+    assert processes(rollouts) == 4
+    assert re.search(r"processes of [1-9]\d* MiB as needed, at most 8 \(environment\.workers\)", remark)
 
 
-ALONE = """
+@pytest.mark.long
+@pytest.mark.parametrize("groups", [["a", "b"], ["a", "a"]], ids=["two prompts", "one group"])
+@pytest.mark.parametrize("what", SHARED)
+def test_a_key_at_the_address_of_another_rollout_ends_the_run(what, groups, tmp_path):
+    agent = "concurrency = 64\n" + SHARED[what].replace("MEET", "2")
+    with pytest.raises(PluginError, match=r"the address of rollout \d has the key of rollout \d") as raised:
+        played(tmp_path, agent, groups)
+    assert "api_key=client.api_key" in str(raised.value)
+
+
+CONVERSATION = """
+concurrency = 64
+
 async def play(prompt, client):
-    os.environ["OPENAI_API_KEY"] = client.api_key
-    for turn in range(3):
-        await send(client.base_url, os.environ["OPENAI_API_KEY"], prompt.id)
-        await asyncio.sleep(0)
+    global SAID
+    SAID = [prompt.id]
+    for _ in range(3):
+        said = await asyncio.to_thread(talk, client, SAID)
+        SAID = [*SAID, said, "go on"]
+        await meet(2)
+
+def talk(client, said):
+    messages = [{"role": ["user", "assistant"][i % 2], "content": text} for i, text in enumerate(said)]
+    request = urllib.request.Request(
+        client.base_url + "/chat/completions", json.dumps({"messages": messages}).encode(),
+        {"Authorization": "Bearer " + client.api_key},
+    )
+    return json.loads(urllib.request.urlopen(request).read())["choices"][0]["message"]["content"]
 """
 
 
-def test_an_agent_that_needs_the_environment_variables_plays_one_rollout_at_a_time(tmp_path):
-    one = EnvironmentConfig(concurrency=1)
-    rollouts, _ = played(tmp_path, HEAD + ALONE, 4, config=one)
-    assert texts(rollouts) == [text for text in "0123" for _ in range(3)]
+@pytest.mark.long
+def test_a_conversation_in_a_modules_variable_ends_the_run(tmp_path):
+    with pytest.raises(PluginError, match="continues a reply that another prompt's rollout sampled"):
+        played(tmp_path, CONVERSATION, ["a", "b"])
+
+
+APART = """
+concurrency = 64
+KEYS = {}
+
+async def play(prompt, client):
+    KEYS[client.api_key] = prompt.id
+    await meet(4)
+    for _ in range(2):
+        await asyncio.gather(*(asyncio.to_thread(ask, client, prompt.id, f"{i} {list(KEYS)}") for i in "ab"))
+    await (await asyncio.create_subprocess_exec(
+        sys.executable, "-c", ASKS.replace('open("task.txt").read()', repr(prompt.id)),
+        env={**os.environ, **client.env_vars()},
+    )).wait()
+"""
+
+
+@pytest.mark.long
+def test_with_concurrency_one_process_plays_all_rollouts_and_nothing_is_remarked(tmp_path):
+    rollouts, remark = played(tmp_path, APART, ["a", "a", "b", "c"])
+    assert [{text[0] for text in texts([each])} for each in rollouts] == [{"a"}, {"a"}, {"b"}, {"c"}]
+    assert [each.turns for each in rollouts] == [5] * 4
+    assert (processes(rollouts), remark) == (1, "")
+
+
+EASY = """
+async def play(prompt, client):
+    await meet(2)
+    await asyncio.to_thread(ask, client, prompt.id)
+    open(os.path.join(HERE, "made-%d" % os.getpid()), "w").close()
+"""
+
+
+@pytest.mark.long
+def test_processes_start_on_demand(tmp_path):
+    started = "open(os.path.join(HERE, 'made-%d' % os.getpid()), 'w').close()\n"
+    rollouts, _ = played(tmp_path, started + EASY, ["a", "b"])
+    assert processes(rollouts) == len(list(tmp_path.glob("made-*"))) == 2
+
+
+@pytest.mark.long
+def test_rollouts_beyond_the_processes_wait_and_their_wait_is_not_of_their_deadline(tmp_path):
+    """Two of four hang until their deadline, and hold both processes; the others play after them."""
+    agent = """
+async def play(prompt, client):
+    await asyncio.to_thread(ask, client, prompt.id)
+    if prompt.id < "c":
+        await asyncio.sleep(1000)
+"""
+    rollouts, remark = played(
+        tmp_path, agent, ["a", "b", "c", "d"], config=EnvironmentConfig(workers=2), deadline=4.0
+    )
+    assert [each.finish_reason == "deadline" for each in rollouts] == [True, True, False, False]
+    assert [each.reward for each in rollouts] == [None, None, 1.0, 1.0]
+    assert processes(rollouts[2:]) <= 2
+    assert "at most 2 (environment.workers)" in remark
+
+
+@pytest.mark.long
+def test_the_configuration_says_how_many_a_process_plays(tmp_path):
+    agent = APART.replace("concurrency = 64", "").replace("meet(4)", "meet(2)")
+    config = EnvironmentConfig(workers=2, concurrency=2)
+    rollouts, _ = played(tmp_path, agent, ["a", "b", "c", "d"], config=config)
+    assert [each.reward for each in rollouts] == [1.0] * 4
+    assert processes(rollouts) == 2
+
+
+SESSIONS = """
+import grpo_core as grpo
+
+class Agent(grpo.Environment):
+    def prompts(self, split):
+        return prompts(split)
+
+    def open(self, prompt):
+        return [os.getpid()]
+
+    async def run(self, prompt, client):
+        assert client.session == [os.getpid()]
+        os.environ.update(client.env_vars())
+        await asyncio.to_thread(ask, mine(), prompt.id)
+
+    def evaluate(self, episodes):
+        assert all(each.session == [os.getpid()] for each in episodes)
+        return [grpo.Feedback(reward=1.0, metrics={"pid": os.getpid()}) for _ in episodes]
+"""
+
+
+@pytest.mark.long
+def test_sessions_stay_in_the_process_that_opened_them(tmp_path):
+    config = EnvironmentConfig(workers=3)
+    rollouts, _ = played(tmp_path, SESSIONS, ["a", "a", "b", "c", "d"], config=config, name=":Agent")
+    assert [(each.reward, each.error) for each in rollouts] == [(1.0, None)] * 5
+    assert "".join(texts(rollouts)) == "aabcd"
+    assert processes(rollouts) == 3
+
+
+FIXED = """
+import socket
+PORT = socket.create_server(("127.0.0.1", ONE_PORT))
+
+async def play(prompt, client):
+    await meet(2)
+"""
+
+
+@pytest.mark.long
+def test_an_agent_that_cannot_have_two_processes_is_told_the_key(tmp_path, free_port):
+    with pytest.raises(PluginError, match=r"environment\.workers = 1 makes one") as raised:
+        played(tmp_path, FIXED.replace("ONE_PORT", str(free_port)), ["a", "b"])
+    assert "process 2 of its agent" in str(raised.value)
+
+
+@pytest.fixture
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return port
+
+
+# ---------------------------------------------------------------------------------- places and deadlines
+
+
+def test_a_place_goes_to_the_longest_waiter_and_a_cancelled_one_gives_it_back():
+    async def story():
+        places, order = Places(2, 1), []
+
+        async def hold(name, seconds, home=None):
+            async with places.take(home) as worker:
+                order.append((name, worker))
+                await asyncio.sleep(seconds)
+
+        first = asyncio.create_task(hold("a", 10.0))
+        await asyncio.sleep(0)
+        assert places.used == 1
+        others = [asyncio.create_task(hold(name, 10.0)) for name in "bcd"]
+        await asyncio.sleep(1.0)
+        assert order == [("a", 0), ("b", 1)]
+        gone = asyncio.create_task(hold("gone", 1.0, 0))
+        at_home = asyncio.create_task(hold("home", 1.0, 1))
+        await asyncio.sleep(1.0)
+        for task in (others[1], first, gone):  # one waits, one holds its place, one waits for its home
+            task.cancel()
+        await asyncio.wait([*others, at_home])
+        assert order == [("a", 0), ("b", 1), ("d", 0), ("home", 1)]
+        async with places.take(None), places.take(None):
+            pass
+
+    clock.run(story())
+
+
+def test_a_part_of_a_limit_has_its_own_time_and_uses_that_of_the_whole():
+    async def story():
+        whole = Limit(10.0)
+        late = []
+
+        async def part(wait, seconds):
+            timer = Limit(None)
+            try:
+                async with whole.part() as timer:
+                    with not_counted():
+                        await asyncio.sleep(wait)
+                    await asyncio.sleep(seconds)
+            except TimeoutError:
+                assert timer.expired
+                late.append(seconds)
+
+        async with whole:
+            await asyncio.sleep(2.0)
+            await asyncio.gather(part(0.0, 7.0), part(50.0, 6.0), part(0.0, 9.0))
+            await asyncio.sleep(7.0)  # two seconds are used so far, whatever the parts have waited
+        assert (late, whole.expired, whole.left) == ([9.0], False, 0.0)
+
+    clock.run(story())
 
 
 # ---------------------------------------------------------------------------------- check
 
-CHECKED = "concurrent rollouts send the same requests as alone"
-ASKED = """
-async def run(prompt, client):
-    await asyncio.to_thread(ask, client, {text})
-    return 1.0
-"""
+CHECKED = "rollouts of one process send the same requests as alone"
 
 
 def checked(tmp_path, capsys, agent, *options):
-    from test_agents import HEAD as COMMON
-
     (tmp_path / "agent.py").write_text(COMMON + agent)
     command = ["check", f"{tmp_path}/agent.py", *options]
     status = cli.make_app()(command, exit_on_error=True, result_action="return_value")
@@ -335,37 +395,58 @@ def checked(tmp_path, capsys, agent, *options):
 
 GLOBAL = """
 async def run(prompt, client):
-    global TASK
-    TASK = prompt.messages[0]["content"]
+    global TASK, CLIENT
+    TASK, CLIENT = prompt.messages[0]["content"], client
     for _ in range(2):
         await asyncio.to_thread(lambda: ask(client, TASK))
     return 1.0
 """
+SHARES = {
+    "what it asks": GLOBAL,
+    "address and key": GLOBAL.replace("ask(client, TASK)", "ask(CLIENT, 'x')"),
+    "the key": """
+async def run(prompt, client):
+    os.environ["KEY"] = client.api_key
+    for _ in range(2):
+        await asyncio.to_thread(
+            lambda: ask(grpo.AgentClient(base_url=client.base_url, api_key=os.environ["KEY"], model="m"), "x")
+        )
+    return 1.0
+""",
+}
 
 
-def test_check_sees_that_rollouts_share_what_they_ask(tmp_path, capsys):
-    status, said = checked(tmp_path, capsys, GLOBAL)
-    assert status == 1
-    assert re.search(
-        rf"FAILED  {CHECKED}: .* alone a conversation ends with '0a', and next to 3 others with '[123]a'",
-        said,
-    )
+@pytest.mark.parametrize("what", SHARES)
+def test_check_names_an_agent_that_shares_something(what, tmp_path, capsys):
+    """Without `concurrency` it plays right, and with it the check fails."""
+    status, said = checked(tmp_path, capsys, SHARES[what])
+    assert (status, f"note    {CHECKED}: they share something" in said) == (0, True)
+    assert "concurrency = 64" not in said
+    status, said = checked(tmp_path, capsys, "concurrency = 64\n" + SHARES[what])
+    assert (status, f"FAILED  {CHECKED}: " in said) == (1, True)
+    assert "Leave out concurrency" in said
 
 
-def test_check_plays_rollouts_at_the_same_time_and_passes_those_that_stay_apart(tmp_path, capsys):
-    status, said = checked(tmp_path, capsys, GLOBAL.replace("global TASK", ""))
-    assert (status, f"ok      {CHECKED}: 4 rollouts\n" in said) == (0, True)
+def test_check_says_between_which_conversations_an_agent_is_mixed_up(tmp_path, capsys):
+    _, said = checked(tmp_path, capsys, GLOBAL)
+    assert re.search(r"alone a conversation ends with '1a', and next to 3 others with '[02]a'", said)
+
+
+def test_check_prints_the_line_that_lets_a_process_play_many(tmp_path, capsys):
+    apart = GLOBAL.replace("global TASK, CLIENT", "")
+    status, said = checked(tmp_path, capsys, apart)
+    passed = f"ok      {CHECKED}: 4 rollouts at once in a process, two of one group"
+    assert (status, f"{passed}; the line `concurrency = 64`" in said) == (0, True)
+    status, said = checked(tmp_path, capsys, "concurrency = 64\n" + apart)
+    assert (status, f"{passed}\n" in said) == (0, True)
 
 
 def test_check_of_an_agent_that_asks_by_chance_cannot_tell(tmp_path, capsys):
-    agent = GLOBAL.replace("global TASK", "").replace("ask(client, TASK)", "ask(client, str(time.time()))")
+    agent = GLOBAL.replace("global TASK, CLIENT", "").replace(
+        "ask(client, TASK)", "ask(client, str(time.time()))"
+    )
     status, said = checked(tmp_path, capsys, agent)
     assert (status, f"note    {CHECKED}: prompt '0', reply 'a': cannot be checked" in said) == (0, True)
-
-
-def test_check_of_an_agent_that_plays_one_rollout_at_a_time_does_not_wait_for_others(tmp_path, capsys):
-    status, said = checked(tmp_path, capsys, GLOBAL, "--set", "environment.concurrency=1")
-    assert (status, f"ok      {CHECKED}: they play one after another\n" in said) == (0, True)
 
 
 # ---------------------------------------------------------------------------------- conversations

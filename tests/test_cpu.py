@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grpo_core.processes import cpu
+from grpo_core.processes import cores, cpu
 
 
 @pytest.fixture(autouse=True)
@@ -71,4 +71,4 @@ def test_freed_memory_is_given_back_once_a_process_has_grown_and_not_in_each_ste
 
 
 def test_a_process_knows_how_much_memory_it_takes():
-    assert cpu._resident() > 50 << 20
+    assert cores.resident() > 50 << 20

@@ -299,7 +299,7 @@ def test_a_deadline_of_a_rollout_still_ends_what_is_late_for_another_reason():
 class Host:
     """A worker of a pool that plays an environment in this process, without batches."""
 
-    slots, runs_agents, player = "none", False, None
+    slots, runs_agents, agents, player = "none", False, 0, None
     combine = MappingProxyType({})
 
     def __init__(self, made):

@@ -261,6 +261,8 @@ async def _start(run: RunContext) -> Pipeline:
     )
     try:
         run.tasks = await run.stack.enter_async_context(around)
+        for remark in filter(None, (each.remark for each in run.tasks.environments.values())):
+            run.trackers.status(remark)
         config, pipeline = await build_pipeline(parts.config, run)
     except BaseException:
         directory.take_back_config()  # a resumed run drops changes that prevent its start

@@ -321,7 +321,7 @@ def _check_of_program(key: str, task: TaskConfig, config: EnvironmentConfig, sel
             f"{key}.env_vars: {selected.name!r} is an object of this program, which has its own environment "
             "variables; set them there"
         )
-    if config.workers > 1 and selected.offer.once:
+    if (config.workers or 1) > 1 and selected.offer.once:
         raise ConfigError(
             f"environment.workers = {config.workers}: {selected.name!r} is one object; give its class, so "
             "that each worker makes its own object"

@@ -64,7 +64,7 @@ class Tasks:
         """
         tasks, of_sets = config.tasks, config.validation.environments(sets)
         every = {**tasks, **of_sets}
-        wanted = config.engine.workers + config.environment.workers * len(every) + ranks
+        wanted = config.engine.workers + (config.environment.workers or 1) * len(every) + ranks
         parts = Parts(config, host).of_reward()
         with placement.connected(wanted):
             environments = {
@@ -73,6 +73,7 @@ class Tasks:
                     task,
                     config.environment,
                     placement,
+                    host,
                     log=logs / f"environment-{name}.log" if logs else None,
                     parts=parts,
                 )

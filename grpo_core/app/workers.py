@@ -23,6 +23,10 @@ POOL = "pool"
 """Name of the engine that pools others: ``factory(make, workers, *, tolerance, deadline, hold)``."""
 
 
+AGENT_PROCESSES = 8
+"""Largest number of processes of an agent, unless ``environment.workers`` is set."""
+
+
 def make_engine(
     config: EngineConfig,
     setup: EngineSetup,
@@ -93,17 +97,27 @@ def make_environment(
     task: TaskConfig,
     config: EnvironmentConfig,
     placement: Placement,
+    plugins: PluginHost,
     *,
     log: Path | None,
     parts: Mapping[str, str],
 ) -> EnvironmentPool:
     """Make the workers of a task's environment, not yet started; for ``parts`` see ``EnvironmentPool``."""
     config = of_task(config, task)
-    count = config.workers
-    logs = [log if count == 1 or log is None else log.with_stem(f"{log.stem}-{i}") for i in range(count)]
+    here = not placement.pooled  # on a cluster, the workers that it has room for are known at the start
+    count = config.workers or (AGENT_PROCESSES if here and not plugins.of_program(task.env) else 1)
+    logs = [log.with_stem(f"{log.stem}-{i}") if i and log else log for i in range(count)]
     spec = EnvironmentSpec(task=name, env=task.env, options=task.options, config=config)
     workers = [placement.environment(i, evolve(spec, log=logs[i])) for i in range(count)]
-    return EnvironmentPool(workers, config, name=name, success=task.success, parts=parts)
+    return EnvironmentPool(
+        workers,
+        config,
+        for_agents=config.workers is None,
+        on_demand=here,
+        name=name,
+        success=task.success,
+        parts=parts,
+    )
 
 
 def of_task(config: EnvironmentConfig, task: TaskConfig) -> EnvironmentConfig:

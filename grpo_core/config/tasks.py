@@ -102,8 +102,10 @@ class DynamicSamplingConfig:
 class EnvironmentConfig:
     """Rules for calling environments, in training and validation."""
 
-    workers: int = field(default=1, validator=ge(1))
-    """Number of workers per environment that share the episodes, on this machine or in a cluster."""
+    workers: int | None = field(default=None, validator=optional(ge(1)))
+    """Number of workers per environment that share the episodes, on this machine or in a cluster.  An agent's
+    start on this machine when the others are busy.  If this is not set, there is 1, and for an agent on this
+    machine at most 8."""
     max_batch: int = field(default=256, validator=ge(1))
     """Largest number of episodes in one call."""
     max_wait: float = field(default=0.005, validator=ge(0))
@@ -118,7 +120,8 @@ class EnvironmentConfig:
     """Number of concurrent calls of an async `evaluate`, of tools and of `open` in each worker, each with one
     episode (or one group, if the environment compares rollouts).  The next call starts as soon as one ends.
     0 calls `evaluate` with batches, one after another.  If this is not set, the environment may declare it;
-    the default is 0."""
+    the default is 0.  It is also the number of rollouts that an agent plays at once in a worker, at least
+    one."""
     max_error_rate: float = field(default=0.2, validator=[ge(0), le(1)])
     """The run ends when more than this share of 200 calls have failed among the last 200 of a task, or 20 in
     a row; 1 turns both rules off.  A call judges an episode, or a group if the environment compares rollouts.

@@ -87,7 +87,7 @@ class Environment:
     """Number of calls of an async ``evaluate``, of tools and of ``open`` that run at once, each with one
     episode (or one group): for judges that wait for a network.  0 calls ``evaluate`` with batches, one after
     another.  None takes the default, 0; ``environment.concurrency`` of the configuration overrides it.  It is
-    also the number of agents that run at once, 256 by default."""
+    also the number of rollouts that an agent plays at once in a process: by default one."""
     deadline: float | None = None
     """Time limit of a call in seconds; None takes the default, 30.  ``environment.deadline`` overrides it."""
     tools: Sequence[Callable[..., Any] | Tool] = ()
@@ -139,7 +139,7 @@ class Environment:
 
         Optional: an environment that defines it is an agent, and its rollouts take no other turns.  Returns
         the reward, or None if ``evaluate`` judges the episode; the episode is the conversation that ends
-        with the last completion.  Many rollouts run at the same time, in one event loop.
+        with the last completion.  A process plays ``concurrency`` rollouts at once, in one event loop.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define run(prompt, client)")
 

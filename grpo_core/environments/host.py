@@ -34,7 +34,6 @@ from grpo_core.contracts.protocols import Environment, Tool
 from grpo_core.contracts.records import AgentClient, Episode, Feedback, Prompt, SessionStart
 from grpo_core.contracts.rewards import COMBINED, EVERY
 from grpo_core.contracts.unicode import lone_surrogate, unreadable, well_formed
-from grpo_core.environments.apart import played_apart
 from grpo_core.environments.calls import Begun, Calls, Steps
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.environments.outages import unavailable
@@ -44,6 +43,7 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
 from grpo_core.processes import bootstrap
 from grpo_core.processes.aio import gather
+from grpo_core.processes.cores import resident
 from grpo_core.processes.served import Call, Connection
 from grpo_core.text.credentials import NOTHING_HIDDEN
 from grpo_core.text.messages import readable
@@ -68,9 +68,6 @@ DEADLINE = 30.0
 
 AGENT_TURNS = 1000
 """Largest number of completions of an agent that declares no limit: it ends by itself."""
-
-AGENTS = 256
-"""Default number of agents that run at once."""
 
 Slotted = Literal["none", "tools", "all"]
 """Which calls run in slots, one episode each: none, tool calls and ``open``, or all."""
@@ -154,6 +151,8 @@ class EnvironmentHost:
             self._who, self._judge = f"task {task!r}", f"reward function {name}"
         self._max_turns = self._number_of_turns()
         self._concurrency = self._declared_concurrency(concurrency)
+        declared = getattr(environment, "concurrency", None) if concurrency is None else concurrency
+        self._agents = (declared or 1) if self._runs_agents else 0
         self._deadline = self._declared_deadline(deadline)
         self._tools = self._toolbox(list(getattr(environment, "tools", ())))
         self._needs_group = bool(getattr(environment, "needs_group", False))
@@ -200,8 +199,8 @@ class EnvironmentHost:
             "deadline": self._deadline,
             "slots": ("all" if self._evaluates_async else "tools") if self._concurrency else "none",
             "cancellable": bool(self._concurrency) or self._evaluates_async,
-            "runs_agents": self._runs_agents,
-            "runs_at_once": self._concurrency or AGENTS,
+            "agents": self._agents,
+            "memory": resident(),
             "has_aclose": self._defines("aclose"),
             "sessions": self._has_sessions,
             "tools": self._tools.schemas,
@@ -380,8 +379,7 @@ class EnvironmentHost:
         with _used([] if session is None else [session]):
             value = None if session is None else session.value
             run = self._environment.run(prompt, attrs.evolve(client, session=value))
-            who = f"{self._who}: prompt {prompt.id!r}"
-            (result,) = yield [played_apart(run, client.api_key, who)]
+            (result,) = yield [run]
         if isinstance(result, Exception):
             if urlsplit(client.base_url).netloc in str(unavailable(result)):  # that is the model
                 raise result

@@ -26,7 +26,8 @@ from grpo_core.contracts.rewards import EVERY
 from grpo_core.environments.batcher import MicroBatcher, one_each
 from grpo_core.environments.host import Slotted, calls_of, in_slots, units
 from grpo_core.environments.outages import Service
-from grpo_core.processes.aio import gather
+from grpo_core.environments.places import Places
+from grpo_core.processes.aio import UNLIMITED, gather, not_counted
 
 
 @frozen(kw_only=True)
@@ -57,8 +58,20 @@ class EnvironmentWorker(EnvironmentClient, Protocol):
         """The calls that run in slots, one episode each; the others are worth merging."""
 
     @property
+    def agents(self) -> int:
+        """Number of rollouts that its agent plays at once; 0 if they are played turn by turn."""
+
+    @property
     def runs_agents(self) -> bool:
         """Whether its agents play their rollouts by themselves."""
+
+    @property
+    def has_sessions(self) -> bool:
+        """Whether the environment defines ``open``."""
+
+    @property
+    def memory(self) -> int:
+        """Resident bytes of its process when that had started."""
 
     async def start(self) -> None: ...
     async def prompts(self, split: str) -> list[Prompt]: ...
@@ -73,6 +86,8 @@ class EnvironmentPool:
     Args:
         workers: at least one worker; all have the same environment.
         config: how calls are batched.
+        for_agents: whether the further workers are for agents alone.
+        on_demand: whether a further worker of an agent starts when the others are busy.
         name: name of the task, for messages.
         success: reward of a success, instead of what the environment declares.
         parts: metrics of which the reward is made, each with the key of the configuration that says so;
@@ -84,11 +99,15 @@ class EnvironmentPool:
         workers: Sequence[EnvironmentWorker],
         config: EnvironmentConfig,
         *,
+        for_agents: bool = False,
+        on_demand: bool = False,
         name: str = "task",
         success: float | None = None,
         parts: Mapping[str, str] = NO_PARTS,
     ) -> None:
         self._workers = list(workers)
+        self._for_agents, self._on_demand = for_agents, on_demand
+        self._places = Places(len(self._workers), UNLIMITED, len(self._workers))
         self._batchers = [
             MicroBatcher[Episode, Feedback](
                 partial(self._batched, worker), max_batch=config.max_batch, max_wait=config.max_wait
@@ -115,9 +134,27 @@ class EnvironmentPool:
         return self._workers[0].runs_agents
 
     async def start(self) -> None:
-        """Start all workers together.  Raises the first error."""
-        await asyncio.gather(*(worker.start() for worker in self._workers))
+        """Start all workers; of an agent the first, if others start on demand.  Raises the first error."""
+        first = self._workers[0]
+        await first.start()
+        if self._for_agents and not first.agents:
+            del self._workers[1:]
+        used = 1 if first.agents and self._on_demand else len(self._workers)
+        self._places = Places(len(self._workers), first.agents or UNLIMITED, used)
+        await asyncio.gather(*(worker.start() for worker in self._workers[1:used]))
         self._describe()
+
+    @property
+    def remark(self) -> str:
+        """The processes of an agent that plays one rollout in a process, and their memory; empty without."""
+        first, most = self._workers[0], len(self._workers)
+        if first.agents != 1:
+            return ""
+        return (
+            f"{self._name}: its agent plays one rollout in a process; it starts processes of "
+            f"{first.memory / 2**20:.0f} MiB as needed, at most {most} (environment.workers). `concurrency = "
+            "64` in the agent plays 64 in a process; grpo-core check says whether it can"
+        )
 
     def _describe(self) -> None:
         """Copy the declarations of the started environment."""
@@ -184,13 +221,18 @@ class EnvironmentPool:
         return self._services[what]
 
     async def _open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
-        by_prompt: dict[str, list[str]] = defaultdict(list)
+        agents = self._workers[0].runs_agents
+        if agents and not self._workers[0].has_sessions:  # each is played where a place is free
+            return await self._workers[0].open(prompts)
+        together: dict[str, list[str]] = defaultdict(list)
         for session, prompt in prompts.items():
-            by_prompt[prompt.id].append(session)
+            together[session if agents and not self.needs_group else prompt.id].append(session)
         shares: dict[int, list[str]] = defaultdict(list)
-        for sessions in by_prompt.values():
+        for sessions in together.values():
             home = self._homes.get(sessions[0])  # of a session that is opened again
             worker = self._least() if home is None else home
+            if home is None and self._load[worker] >= self._places.each:
+                worker = self._places.further(worker)
             shares[worker] += sessions
             self._load[worker] += sum(session not in self._homes for session in sessions)
             self._homes |= dict.fromkeys(sessions, worker)
@@ -290,13 +332,25 @@ class EnvironmentPool:
         return evolve(feedback, unavailable=None) if feedback is not None and final else feedback
 
     async def _run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
-        home = self._homes.get(session)
-        worker = self._least() if home is None else home
-        self._load[worker] += 1
-        try:
+        async with self._places.take(self._homes.get(session)) as worker:
+            if session not in self._homes:  # it is judged where it was played
+                self._homes[session] = worker
+                self._load[worker] += 1
+            with not_counted():
+                await self._started(worker)
             return await self._workers[worker].run(session, prompt, client)
-        finally:
-            self._load[worker] -= 1
+
+    async def _started(self, worker: int) -> None:
+        """Start a worker of an agent unless it runs.  Raises PluginError."""
+        try:
+            await self._workers[worker].start()
+        except PluginError as error:
+            if not worker:
+                raise
+            raise PluginError(
+                f"{error}; it is process {worker + 1} of its agent, and each makes the environment anew: "
+                "environment.workers = 1 makes one"
+            ) from error
 
     async def close(self, sessions: Sequence[str]) -> None:
         shares: dict[int, list[str]] = defaultdict(list)
@@ -327,7 +381,7 @@ class EnvironmentPool:
         return found
 
     def _least(self) -> int:
-        return min(range(len(self._workers)), key=self._load.__getitem__)
+        return min(range(self._places.used), key=self._load.__getitem__)
 
 
 def _asks(episode: Episode) -> str:

@@ -151,8 +151,11 @@ class EnvironmentProcess:
         self.needs_group = Environment.needs_group
         self.success = Environment.success
         self.combine = Environment.combine
-        self.runs_agents = False
-        """Whether its agents play their rollouts by themselves."""
+        self.agents = 0
+        """Number of rollouts that its agent plays at once; 0 if they are played turn by turn."""
+        self.has_sessions = False
+        self.memory = 0
+        """Resident bytes of the process when it had started."""
         self.player: Player | None = None
         self.slots: Slotted = "none"
         """The calls that run in slots; like the three above, it is known once the process has started."""
@@ -172,8 +175,8 @@ class EnvironmentProcess:
         self._closed = False
         self._starting = asyncio.Lock()
         self._slots = Slots(1)
-        self._places = Slots(1)
-        """Limits how many agents run at the same time."""
+        self._playing = 0
+        """Number of rollouts that its agent plays."""
         self._refused: _Failure | None = None
         """The last failure of an unavailable service, and the number of them."""
         self._refusals = 0
@@ -185,12 +188,17 @@ class EnvironmentProcess:
         """The last process with a reported death or killed on purpose."""
         self._was_alone = False
         """Whether it died while only one call was running."""
-        self._has_sessions = self._has_aclose = False
+        self._has_aclose = False
         self._tools: tuple[Mapping[str, Any], ...] = ()
         self._closing: list[str] = []
         self._closer: asyncio.Task[None] | None = None
         self._who = f"task {task!r}"
         self._name = f"environment of task {task!r}"
+
+    @property
+    def runs_agents(self) -> bool:
+        """Whether its agents play their rollouts by themselves."""
+        return self.agents > 0
 
     async def start(self) -> None:
         """Make the environment.  Raises PluginError or ConfigError if that fails."""
@@ -213,7 +221,7 @@ class EnvironmentProcess:
     async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
         """Open a session for each prompt, or report why not; without sessions, return only the tools."""
         await self._started()
-        if not self._has_sessions:
+        if not self.has_sessions:
             return [SessionStart(tools=self._tools)] * len(prompts)
         parts = [[pair] for pair in prompts.items()]
         kind = _Kind[tuple[str, Prompt], SessionStart]("open", SessionStart, lambda pair: pair[1])
@@ -236,34 +244,35 @@ class EnvironmentProcess:
     async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
         """Let the agent play a rollout; None if ``evaluate`` judges it.
 
-        If the process dies, all rollouts that it plays are lost.  Raises PluginError for a result of the
-        wrong type.
+        The caller keeps to the number of ``agents``.  If the process dies, all rollouts that it plays are
+        lost.  Raises PluginError for a result of the wrong type.
         """
-        await self._started()
-        async with self._places.take():
-            child = await self._started()
-            try:
-                found: Feedback | None = await child.call_alongside(
-                    "run", session, prompt, client, seconds=None, grace=0.0
-                )
-            except asyncio.CancelledError:
-                self._look_after(child)
+        child = await self._started()
+        self._playing += 1
+        try:
+            found: Feedback | None = await child.call_alongside(
+                "run", session, prompt, client, seconds=None, grace=0.0
+            )
+        except asyncio.CancelledError:
+            self._look_after(child)
+            raise
+        except PluginError:
+            raise
+        except Exception as error:
+            if self._closed:
                 raise
-            except PluginError:
-                raise
-            except Exception as error:
-                if self._closed:
-                    raise
-                failure = self._failure(child, error, 0)
-                self._report_call(failure)
-                lost = failure.died and not failure.alone
-                away = failure.unavailable if failure.is_gone else None
-                return Feedback(error=describe(error), fault=fault_of(error), lost=lost, unavailable=away)
-            return found
+            failure = self._failure(child, error, 0)
+            self._report_call(failure)
+            lost = failure.died and not failure.alone
+            away = failure.unavailable if failure.is_gone else None
+            return Feedback(error=describe(error), fault=fault_of(error), lost=lost, unavailable=away)
+        finally:
+            self._playing -= 1
+        return found
 
     async def close(self, sessions: Sequence[str]) -> None:
         """Close sessions as soon as the process is free, at the latest in ``aclose``."""
-        if self._has_sessions:
+        if self.has_sessions:
             self._closing += sessions
             if self._closer is None:
                 self._closer = asyncio.create_task(self._close_soon(), name=f"closing of {self._who}")
@@ -285,7 +294,7 @@ class EnvironmentProcess:
     async def _end(self) -> None:
         child, self._child = self._child, None
         if child is not None:
-            if (self._has_sessions or self._has_aclose) and child.alive:
+            if (self.has_sessions or self._has_aclose) and child.alive:
                 with contextlib.suppress(GrpoError):
                     await child.call("end", seconds=CLOSING)
             await child.aclose()
@@ -386,7 +395,7 @@ class EnvironmentProcess:
             except asyncio.CancelledError:
                 # Code that is not async cannot be cancelled.  It may be busy for long, and the next caller's
                 # time would run meanwhile.  Where there are sessions, that is better than to lose them.
-                if self.slots == "none" and not self._has_sessions and not self.runs_agents:
+                if self.slots == "none" and not self.has_sessions and not self.runs_agents:
                     self._reported = child
                     child.kill()
                 raise
@@ -415,7 +424,7 @@ class EnvironmentProcess:
         """Describe a failure; a death is reported by the first call that notices it."""
         died = error is child.death
         if died and child is not self._mourned:
-            agents = self._places.taken - (slots == 0)
+            agents = self._playing - (slots == 0)
             self._mourned, self._was_alone = child, self._slots.taken == slots and not agents
             self._report_death(child, error)
         return _Failure(error, died=died, alone=died and self._was_alone)
@@ -515,10 +524,8 @@ class EnvironmentProcess:
         self._grace = GRACE if description["cancellable"] else 0.0
         if self._slots.number != (number := max(1, description["concurrency"])):
             self._slots = Slots(number)
-        if self._places.number != description["runs_at_once"]:
-            self._places = Slots(description["runs_at_once"])
-        self.runs_agents = description["runs_agents"]
-        self._has_sessions = description["sessions"]
+        self.agents, self.memory = description["agents"], description["memory"]
+        self.has_sessions = description["sessions"]
         self._has_aclose = description["has_aclose"]
         self._tools = description["tools"]
         return child

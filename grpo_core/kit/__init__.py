@@ -69,7 +69,6 @@ A transport of weights (see ``grpo_plugin_scale``):
 
 A player (see ``grpo_plugin_agents``):
 
-    new_key, MIXED_UP_ADVICE    key of a rollout's client, by which an environment keeps its rollouts apart
     aio                         cancels tasks and waits until they have ended
     orphans                     end all that a program has started, by a variable that it inherits
     import_file, shortened      import a Python file, and cut a long text
@@ -227,8 +226,6 @@ if TYPE_CHECKING:
     from grpo_core.engines.wrapped import BackgroundMetrics as BackgroundMetrics
     from grpo_core.engines.wrapped import LimitedEngine as LimitedEngine
     from grpo_core.engines.wrapped import measured as measured
-    from grpo_core.environments.apart import MIXED_UP_ADVICE as MIXED_UP_ADVICE
-    from grpo_core.environments.apart import new_key as new_key
     from grpo_core.environments.feedback import as_feedback as as_feedback
     from grpo_core.environments.host import DEADLINE as DEADLINE
     from grpo_core.environments.host import SCORES as SCORES

@@ -61,8 +61,9 @@ async def play(
     With ``lockstep`` they wait for each other at each turn: the environment of a task is called once a turn.
 
     A rollout that ends unscored (its environment failed, the engine lost it, or ``deadline`` seconds have
-    passed) has ``reward=None`` and the reason in ``error``.  Waits for an unavailable service do not count.
-    Each session that was opened is closed once, also if this call is cancelled.
+    passed) has ``reward=None`` and the reason in ``error``.  Waits for an unavailable service, or for a
+    process that plays an agent, do not count.  Each session that was opened is closed once, also if this call
+    is cancelled.
 
     Raises ModelError if the chat template cannot keep the tokens of earlier turns.
     """
@@ -72,22 +73,20 @@ async def play(
     tasks: dict[str, list[RolloutState]] = defaultdict(list)
     for state in states:
         tasks[state.request.prompt.environment].append(state)
+    timer = deadline if isinstance(deadline, Limit) else Limit(deadline)
     players = [
         (_Turns if environments[task].player is None else _Played)(
-            some, engine, environments[task], renderer, lockstep=lockstep
+            some, engine, environments[task], renderer, timer, lockstep=lockstep
         )
         for task, some in tasks.items()
     ]
-    timer = deadline if isinstance(deadline, Limit) else Limit(deadline)
     try:
         async with timer:
             await _together([player.play() for player in players])
     except TimeoutError:
         if not timer.expired:  # the engine or the environment raised it
             raise
-        for state in states:
-            late = f"not finished within its deadline of {timer.seconds:g} s{_waited_for(state)}"
-            _give_up([state], late, "deadline")
+        _give_up_late(states, timer)
     finally:
         for player in players:
             await player.close()
@@ -103,10 +102,11 @@ class _Turns:
         engine: Engine,
         environment: EnvironmentClient,
         renderer: Renderer,
+        timer: Limit,
         *,
         lockstep: bool,
     ) -> None:
-        self._states, self._engine = states, engine
+        self._states, self._engine, self._timer = states, engine, timer
         self._lane = f"environment {states[0].request.prompt.environment}"
         self._environment, self._renderer = environment, renderer
         self._lockstep = lockstep
@@ -292,6 +292,17 @@ class _Played(_Turns):
             _fail_together(part)
 
     async def _play_one(self, state: RolloutState) -> None:
+        """Play a rollout within its own deadline: others may wait for a process while it plays."""
+        timer = Limit(None)
+        try:
+            async with self._timer.part() as timer:
+                await self._play_to_the_end(state)
+        except TimeoutError:
+            if not timer.expired:
+                raise
+            _give_up_late([state], timer)
+
+    async def _play_to_the_end(self, state: RolloutState) -> None:
         player = self._environment.player
         assert player is not None
         who = f"task {state.request.prompt.environment!r}: play() of player {type(player).__name__}"
@@ -349,6 +360,12 @@ def _waited_for(state: RolloutState) -> str:
     if state.environment.player is not None or not state.context:
         return ""
     return f"; it waited for the engine in turn {state.turns + 1}, or in its queue, which counts as well"
+
+
+def _give_up_late(states: Sequence[RolloutState], timer: Limit) -> None:
+    for state in states:
+        late = f"not finished within its deadline of {timer.seconds:g} s{_waited_for(state)}"
+        _give_up([state], late, "deadline")
 
 
 def _give_up(states: Sequence[RolloutState], error: str, reason: EndReason | None = None) -> None:

@@ -92,6 +92,21 @@ class Limit:
         """Time from which ``left`` is counted down."""
         self._waits = 0
         """Number of current waits that are not counted."""
+        self._parts: list[Limit] = []
+
+    @contextlib.asynccontextmanager
+    async def part(self) -> AsyncIterator[Limit]:
+        """Limit one of several tasks of the running block to the time that the block has left.
+
+        The block's own time stands meanwhile.  At its end, it has used at least what each part has.
+        """
+        self._use()
+        part = Limit(self.seconds)
+        part.left = self.left
+        self._parts.append(part)
+        with not_counted():
+            async with part:
+                yield part
 
     async def __aenter__(self) -> Self:
         self._token = _limits.set((*_limits.get(), self))
@@ -103,6 +118,9 @@ class Limit:
         self._use()
         timer, self._timer = self._timer, None
         _limits.reset(self._token)
+        if self.left is not None:
+            self.left = min([self.left, *(part.left or 0.0 for part in self._parts)])
+            self._parts.clear()
         assert timer is not None
         self.expired = timer.expired()
         await timer.__aexit__(*error)

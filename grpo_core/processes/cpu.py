@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import resource
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from grpo_core.contracts.errors import ConfigError, one_line
+from grpo_core.processes import cores
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 FIRST_FOR_GPUS = "2.10"
@@ -80,7 +80,7 @@ class FreedMemory:
     def __init__(
         self, resident: Callable[[], int] | None = None, give_back: Callable[[], None] = return_freed_memory
     ) -> None:
-        self._resident, self._give_back = resident or _resident, give_back
+        self._resident, self._give_back = resident or cores.resident, give_back
         self._needed: int | None = None
 
     def limit(self) -> None:
@@ -94,15 +94,6 @@ class FreedMemory:
         elif now > self._needed + GROWN:
             self._give_back()
             self._needed = None
-
-
-def _resident() -> int:
-    """Return the resident bytes of this process, or 0 if unknown."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        return 0
 
 
 def _of_malloc(name: str) -> Any:

@@ -205,7 +205,8 @@ class FakeEnvironment:
     """Judges with ``feedback(episode)`` after ``seconds``; counts its calls."""
 
     slots: Literal["none", "tools", "all"] = "none"
-    runs_agents = False
+    runs_agents = has_sessions = False
+    agents = memory = 0
 
     def __init__(
         self,

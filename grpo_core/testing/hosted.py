@@ -55,7 +55,10 @@ class HostedEnvironment:
         self.success: float | None = self._description["success"]
         self.combine: Mapping[str, str] = self._description["combine"]
         self.slots: Slotted = self._description["slots"]
-        self.runs_agents: bool = self._description["runs_agents"]
+        self.agents: int = self._description["agents"]
+        self.runs_agents = self.agents > 0
+        self.has_sessions: bool = self._description["sessions"]
+        self.memory: int = self._description["memory"]
         self.player: Player | None = None
         self.calls: list[int] = []
         """Number of episodes in each call of ``evaluate``."""

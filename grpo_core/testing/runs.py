@@ -35,6 +35,7 @@ async def play_rollouts(
     environment: Any,
     deadline: float,
     first: int = 0,
+    group: str = "",
     **limits: Any,
 ) -> list[Rollout]:
     """Play a rollout of each prompt with an engine whose tokens are characters.
@@ -45,11 +46,12 @@ async def play_rollouts(
         environment: as in a run; its ``player`` plays.
         deadline: seconds for each rollout.
         first: seed of the first rollout, and the group of its requests; the others count up from it.
+        group: group of all requests, instead.
         limits: fields of ``rollout``, as ``max_tokens`` and ``max_turns``.
     """
     return await play(
         [
-            RolloutRequest(prompt=prompt, seed=seed, group=str(seed))
+            RolloutRequest(prompt=prompt, seed=seed, group=group or str(seed))
             for seed, prompt in enumerate(some, first)
         ],
         engine=engine,

@@ -12,6 +12,11 @@ The clients run in a process of their own.
 
 The time that the server's process computes for a call hardly depends on what else the machine does; the
 percentiles do.
+
+    python tests/benchmarks/bench_agents.py --rollouts [SECONDS]
+
+Rollouts a minute with 64 in flight, without and with the line ``concurrency = 64`` in the agent.  Each asks
+four times; the model takes 0.2 s.
 """
 
 from __future__ import annotations
@@ -23,16 +28,24 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from attrs import evolve
 
+from grpo_core.app.placement import LocalPlacement
+from grpo_core.app.workers import make_environment
+from grpo_core.config import EnvironmentConfig, TaskConfig
 from grpo_core.contracts.limits import Limits
 from grpo_core.contracts.playing import Play, PlayerSetup
-from grpo_core.contracts.records import Completion, GenerationRequest, Prompt
+from grpo_core.contracts.records import Completion, GenerationRequest, Prompt, Weights
 from grpo_core.contracts.tokens import Tokens
+from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.models.files import chat_template
+from grpo_core.plugins.host import PluginHost
+from grpo_core.testing import FakeEngine, FakeRenderer
 from grpo_plugin_agents.server import AgentServer
 
 TURNS, LIMIT = 10, 5.0
@@ -72,8 +85,8 @@ async def main():
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
         keys = told["keys"]
         pace = told["pace"] / max(1, len(keys))
-        spent = await asyncio.gather(*(agent(http, told["url"], key, told["turns"], i * pace)
-                                       for i, key in enumerate(keys)))
+        spent = await asyncio.gather(*(agent(http, url, key, told["turns"], i * pace)
+                                       for i, (url, key) in enumerate(keys)))
     print(json.dumps(spent))
 
 asyncio.run(main())
@@ -105,11 +118,9 @@ async def measured(sessions: int, turns: int, renderer, seconds: tuple[float, fl
     prompt = Prompt(messages="?")
     given = Play(prompt=prompt, seed=0, group="g", limits=LIMITS, engine=engine, renderer=renderer, run=None)
     opened = [server.open(evolve(given)) for _ in range(sessions)]
-    url = opened[0].client.base_url
-    stop = None
-    if floor:
-        url, stop = await constant(engine, renderer)
-    told = {"url": url, "keys": [each.client.api_key for each in opened], "turns": turns, "pace": seconds[1]}
+    url, stop = await constant(engine, renderer) if floor else ("", None)
+    keys = [(url or each.client.base_url, each.client.api_key) for each in opened]
+    told = {"keys": keys, "turns": turns, "pace": seconds[1]}
     began, computed = time.perf_counter(), time.process_time()
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", CLIENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -147,6 +158,65 @@ async def constant(engine, renderer):
     return f"http://127.0.0.1:{runner.addresses[0][1]}/v1", runner.cleanup
 
 
+AGENT = """
+import aiohttp
+import grpo_core as grpo
+
+def prompts(split):
+    return [grpo.Prompt(messages="what is it")]
+
+async def run(prompt, client):
+    async with aiohttp.ClientSession(headers={"Authorization": "Bearer " + client.api_key}) as http:
+        for turn in range(4):
+            messages = {"messages": [{"role": "user", "content": str(turn)}]}
+            async with http.post(client.base_url + "/chat/completions", json=messages) as response:
+                response.raise_for_status()
+    return 1.0
+"""
+IN_FLIGHT = 64
+
+
+async def rollouts_a_minute(line: str, seconds: float) -> float:
+    """Play rollouts for some seconds, 64 at a time, after all processes have started."""
+    host, prompt = PluginHost.discover(), Prompt(messages="what is it", id="0", environment="task")
+    engine = FakeEngine(reply=lambda request, rng: "it", latency=lambda rng: 0.2)
+    await engine.update_weights(Weights(version=0, location="", nbytes=0, tensors=()))
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "agent.py").write_text(line + AGENT)
+        task, config = TaskConfig(env=f"{directory}/agent.py"), EnvironmentConfig()
+        pool = make_environment("task", task, config, LocalPlacement(host), host, log=None, parts={})
+        server = pool.player = AgentServer(PlayerSetup())
+        await server.start()
+        await pool.start()
+
+        async def one(seed: int) -> None:
+            (rollout,) = await play(
+                [RolloutRequest(prompt=prompt, seed=seed, group=str(seed))],
+                engine=engine,
+                environments={"task": pool},
+                renderer=FakeRenderer(),
+                sampling=SamplingParams(temperature=1.0, max_tokens=8),
+            )
+            assert rollout.reward == 1.0, rollout.error
+
+        async def lane(number: int) -> int:
+            played = 0
+            while time.monotonic() < end:
+                await one(number + IN_FLIGHT * played)
+                played += 1
+            return played
+
+        try:
+            await asyncio.gather(*map(one, range(IN_FLIGHT)))
+            begin = time.monotonic()
+            end = begin + seconds
+            played = await asyncio.gather(*map(lane, range(IN_FLIGHT)))
+            return 60 * sum(played) / (time.monotonic() - begin)
+        finally:
+            await pool.aclose()
+            await server.aclose()
+
+
 def told(name: str, over: Sequence[float], computed: float, rate: float, limit: float = 0.0) -> None:
     cuts = statistics.quantiles(over, n=100)
     p50, p99 = cuts[49], cuts[98]
@@ -161,7 +231,14 @@ def told(name: str, over: Sequence[float], computed: float, rate: float, limit: 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("sessions", nargs="?", type=int, default=256)
-    sessions = parser.parse_args().sessions
+    parser.add_argument("--rollouts", nargs="?", type=float, const=30.0, metavar="SECONDS")
+    given = parser.parse_args()
+    sessions = given.sessions
+    if given.rollouts is not None:
+        for line in ("", "concurrency = 64"):
+            rate = asyncio.run(rollouts_a_minute(line, given.rollouts))
+            print(f"{line or 'without the line':<16} {rate:8,.0f} rollouts a minute", flush=True)
+        return
     renderer = make_renderer()
     told("alone", *asyncio.run(measured(1, 100, renderer, (0.01, 0.01), floor=False)))
     told("floor", *asyncio.run(measured(sessions, TURNS, renderer, MODEL_SECONDS, floor=True)))

@@ -52,6 +52,7 @@ from grpo_core.contracts.records import Group, Prompt, Rollout, Slot
 from grpo_core.data.loaders import IndexedLoader, hash_of
 from grpo_core.data.samplers import Mix, PromptStream, WeightedTaskSampler
 from grpo_core.environments.outages import JITTER
+from grpo_core.environments.places import Places
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.loop import checkpoint
 from grpo_core.loop.advantages import group as group_advantages
@@ -128,6 +129,10 @@ class Killed(BaseException):
 
 class Broken(BaseException):
     """A law does not hold; there is no point in continuing."""
+
+
+AGENTS_AT_ONCE = 3
+"""Rollouts of an agent that its process plays at once: fewer than a group, so that they wait."""
 
 
 class _Pool(EnvironmentPool):
@@ -660,6 +665,7 @@ class Simulation:
         batched = {task: _Pool([each], config, truth=self.truth) for task, each in self._environments.items()}
         for task in agents:
             batched[task].player = self._endpoint
+            batched[task]._places = Places(1, AGENTS_AT_ONCE)
         return batched
 
     async def _validate(self, version: int, pipeline: Pipeline) -> Results:

@@ -598,6 +598,7 @@ class SimulatedEnvironment:
     success = 1.0
     combine: Mapping[str, str] = MappingProxyType({})
     slots = "none"
+    has_sessions = True
 
     def __init__(
         self,
@@ -617,12 +618,16 @@ class SimulatedEnvironment:
         self._dice, self._truth, self._tell, self._poisoned = dice, truth, tell, poisoned
         self._group_size = group_size
         self.player = endpoint
+        self.runs_agents = endpoint is not None
         self._playing: dict[asyncio.Task[Feedback | None], None] = {}
         """The agents that run."""
         self.sessions: set[str] = set()
         """Names of the open sessions."""
         self._lost: set[str] = set()
         self._away_until = self._here_until = 0.0
+
+    async def start(self) -> None:
+        """Do nothing: it runs."""
 
     async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
         self.sessions |= set(prompts)

@@ -22,6 +22,8 @@ LAST_WORDS = 1 << 20
 """Number of bytes read from the end of a program's output."""
 LONGEST_PROMPT = 100_000
 """Largest size of ``GRPO_PROMPT`` in bytes; Linux allows about 128,000 in a variable."""
+PROGRAMS = 64
+"""Default number of programs that run at once."""
 
 
 class AgentProgram(Environment):
@@ -48,9 +50,11 @@ class AgentProgram(Environment):
         judge = PluginHost.current().make("environment", reward) if reward else None
         self._judge: Any = judge or self._module
         self._evaluate = evaluate_of(self._judge)
-        for name in ("success", "needs_group", "concurrency", "deadline"):
+        for name in ("success", "needs_group", "deadline"):
             if hasattr(self._judge, name):
                 setattr(self, name, getattr(self._judge, name))
+        at_once = getattr(self._module or self._judge, "concurrency", None)
+        self.concurrency = at_once if self._module else at_once or PROGRAMS
         turns = getattr(self._module, "max_turns", None)  # the turns of the judge do not limit the agent
         if turns is not None:
             self.max_turns = turns

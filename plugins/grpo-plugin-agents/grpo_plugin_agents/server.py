@@ -1,27 +1,51 @@
 """Serves the model to agents over HTTP, usually on the loopback address.
 
-There is one server for a run.  Each rollout has a session with a separate key of 256 random bits.  A request
-without the key of a running session is refused with 401.  The server stores digests of keys only.
+There is one server for a run.  Each rollout has a session with its own address, ``/rollouts/ID/v1``, and
+its own key, a signature of the ID.  A request belongs to the rollout of its address.  Without a key, or after
+the rollout's end, it is refused with 401.  With the key of another rollout it ends the run: the agent mixes
+up its rollouts.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hmac
+import itertools
 import json
 import logging
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from hashlib import sha256
 from ipaddress import ip_address
+from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from grpo_core import AgentClient, ConfigError, GrpoError, Play, Player, PlayerSetup, Recording
-from grpo_core.kit import new_key, report
+from grpo_core import (
+    AgentClient,
+    ConfigError,
+    GrpoError,
+    Play,
+    Player,
+    PlayerSetup,
+    PluginError,
+    Recording,
+)
+from grpo_core.kit import report
 from grpo_plugin_agents.dialects import ANTHROPIC, CHAT, DIALECTS, Dialect
 from grpo_plugin_agents.recorder import Conversations
 from grpo_plugin_agents.repeats import Attempt
-from grpo_plugin_agents.session import PING, Refused, Reply, Session, attempt_digest, played, refusal
+from grpo_plugin_agents.session import (
+    MIXED_UP_ADVICE,
+    PING,
+    Refused,
+    Reply,
+    Session,
+    attempt_digest,
+    played,
+    refusal,
+)
 
 MODEL = "policy"
 """Name of the model in requests."""
@@ -54,7 +78,11 @@ class AgentServer(Player):
             )
         self._host = setup.host
         self._ping = ping
-        self._sessions: dict[bytes, Session] = {}
+        self._secret = secrets.token_bytes(32)
+        """Signs the keys."""
+        self._ids = map(str, itertools.count())
+        self._sessions: dict[str, Session] = {}
+        """The open sessions, by ID."""
         self._conversations = Conversations()
         self._runner: web.AppRunner | None = None
         self._url = ""
@@ -69,10 +97,11 @@ class AgentServer(Player):
         """Open the port.  Raises ConfigError if this machine does not have the address."""
         app = web.Application(client_max_size=MAX_BODY)
         for path, dialect in DIALECTS.items():
-            app.router.add_post(path, self._handler(dialect))
-        app.router.add_post("/v1/messages/count_tokens", self._count)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/v1/models/{name}", self._models)
+            app.router.add_post(_ROLLOUT + path, self._handler(dialect))
+        app.router.add_post(f"{_ROLLOUT}/v1/messages/count_tokens", self._count)
+        app.router.add_get(f"{_ROLLOUT}/v1/models", self._models)
+        app.router.add_get(f"{_ROLLOUT}/v1/models/{{name}}", self._models)
+        app.router.add_route("*", "/{path:.*}", _unserved)
         self._runner = web.AppRunner(app, access_log=None, logger=LOGGER, shutdown_timeout=CLOSING)
         await self._runner.setup()
         try:
@@ -85,7 +114,7 @@ class AgentServer(Player):
                 f"environment.agent_host = {self._host!r}: {error}; expected an IP address of this machine"
             ) from error
         shown = f"[{self._host}]" if ":" in self._host else self._host
-        self._url = f"http://{shown}:{self._runner.addresses[0][1]}/v1"
+        self._url = f"http://{shown}:{self._runner.addresses[0][1]}"
 
     async def aclose(self) -> None:
         """End all sessions, and close the port."""
@@ -102,17 +131,22 @@ class AgentServer(Player):
         """Begin the session of a rollout."""
         if self._runner is None:
             raise GrpoError("the endpoint for agents is not started")
-        key = new_key()
-        digest = _digest(key)
+        id = next(self._ids)
+        url = f"{self._url}{_ROLLOUT.format(id=id)}/v1"
         session = Session(
-            client=AgentClient(base_url=self._url, api_key=key, model=MODEL),
+            client=AgentClient(base_url=url, api_key=self._key(id), model=MODEL),
             play=play,
-            ended=lambda: self._sessions.pop(digest, None),
+            ended=lambda: self._sessions.pop(id, None),
             ignored=self._ignored,
             conversations=self._conversations,
         )
-        self._sessions[digest] = session
+        self._sessions[id] = session
         return session
+
+    def _key(self, id: str) -> str:
+        """Return the key of a rollout; without the secret nobody can make one."""
+        signature = hmac.digest(self._secret, id.encode("utf-8", "surrogateescape"), "sha256")
+        return f"sk-grpo-{id}-{base64.urlsafe_b64encode(signature).decode().rstrip('=')}"
 
     def _ignored(self, names: Sequence[str]) -> None:
         """Report sampling parameters that have no effect, each once."""
@@ -130,9 +164,7 @@ class AgentServer(Player):
 
     def _handler(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
-            session = self._session(request)
-            if session is None:
-                return _unknown(dialect)
+            session = self._session(request, dialect)
             try:
                 body = await request.read()
             except web.HTTPRequestEntityTooLarge:
@@ -151,25 +183,47 @@ class AgentServer(Player):
         return handle
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
-        session = self._session(request)
-        if session is None:
-            return _unknown(ANTHROPIC)
+        session = self._session(request, ANTHROPIC)
         return await _Wire(request).send(await session.count_tokens(ANTHROPIC, await request.read()))
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        if self._session(request) is None:
-            return _unknown(CHAT)
+        self._session(request, CHAT)
         if "name" in request.match_info:
             return _json(_MODEL)
         return _json(
             {"object": "list", "data": [_MODEL], "has_more": False, "first_id": MODEL, "last_id": MODEL}
         )
 
-    def _session(self, request: web.Request) -> Session | None:
-        """Return the session of the key in the request's headers, or None."""
+    def _session(self, request: web.Request, dialect: Dialect) -> Session:
+        """Return the session of the request's address.
+
+        Raises HTTPException if the key in the headers is not the session's; if it is another's, the run ends.
+        """
         given = request.headers.get("Authorization", "")
         key = given[7:] if given[:7].lower() == "bearer " else request.headers.get("x-api-key", "")
-        return self._sessions.get(_digest(key.strip()))
+        id = request.match_info["id"]
+        owner = key.strip().removeprefix("sk-grpo-").partition("-")[0]
+        sent = key.strip().encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(sent, self._key(owner).encode("utf-8", "surrogateescape")):
+            message = "this key does not belong to a running rollout"
+            raise web.HTTPUnauthorized(**_error(dialect, 401, message, "invalid_api_key"))
+        running = [self._sessions[each] for each in (id, owner) if each in self._sessions]
+        if not running:
+            message = "this rollout has ended; a client that is made once needs the address and key of each"
+            raise web.HTTPUnauthorized(**_error(dialect, 401, message, "ended"))
+        if owner != id:
+            mixed = PluginError(
+                f"agents: a request to the address of rollout {id} has the key of rollout {owner}. "
+                f"{MIXED_UP_ADVICE}"
+            )
+            for session in running:
+                session.fail(mixed)
+            raise web.HTTPForbidden(**_error(dialect, 403, str(mixed), "another_rollout"))
+        return running[0]
+
+
+_ROLLOUT = "/rollouts/{id}"
+"""Path of a rollout; the paths of the dialects are below it."""
 
 
 def _is_loopback(host: str) -> bool:
@@ -181,14 +235,6 @@ def _is_loopback(host: str) -> bool:
 
 _MODEL = {"id": MODEL, "object": "model", "type": "model", "display_name": MODEL, "created": 0,
           "created_at": "1970-01-01T00:00:00Z", "owned_by": "grpo-core"}  # fmt: skip
-
-
-def _digest(key: str) -> bytes:
-    """Return the digest of a key.
-
-    Looking up a digest instead of the key leaks nothing about valid keys by its timing.
-    """
-    return sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def _attempt(request: web.Request, body: bytes) -> Attempt:
@@ -243,6 +289,11 @@ def _json(data: object, status: int = 200) -> web.Response:
     return web.Response(body=json.dumps(data).encode(), status=status, content_type="application/json")
 
 
-def _unknown(dialect: Dialect) -> web.Response:
-    message = "this key does not belong to a running rollout"
-    return _json(dialect.error(401, message, "invalid_api_key"), 401)
+async def _unserved(request: web.Request) -> web.Response:
+    message = f"{request.path[:200]} is not served; the model is at client.base_url, including its path"
+    raise web.HTTPNotFound(**_error(CHAT, 404, message, "not_found"))
+
+
+def _error(dialect: Dialect, status: int, message: str, code: str) -> dict[str, Any]:
+    """Return the arguments of an ``HTTPException``."""
+    return {"text": json.dumps(dialect.error(status, message, code)), "content_type": "application/json"}

@@ -30,7 +30,7 @@ from grpo_core import (
     Recording,
     errors,
 )
-from grpo_core.kit import MIXED_UP_ADVICE, aio, read_json, report, thoughts
+from grpo_core.kit import aio, read_json, report, thoughts
 from grpo_plugin_agents.dialects import Answer, BadRequest, ChatRequest, Dialect, encoded, event
 from grpo_plugin_agents.recorder import Conversations, Node, Recorder, Turn
 from grpo_plugin_agents.repeats import Attempt, Call, KeyReused, Repeats
@@ -39,6 +39,13 @@ MOST_COMPLETIONS = 64
 """Largest ``n`` of a request."""
 _TAIL = 16
 """Number of tokens at the end of a prompt that are searched for the opening tag of thinking."""
+MIXED_UP_ADVICE = (
+    "Rollouts of one process share its environment variables, its working directory and all globals, such as "
+    "a module's client. Give each client its address and its key in run, as in AsyncOpenAI(base_url="
+    "client.base_url, api_key=client.api_key), and keep a rollout's state in local variables. Or leave out "
+    "`concurrency` and environment.concurrency: then a process plays one rollout at a time"
+)
+"""Advice for the author of an agent whose rollouts are mixed up."""
 PING = 2.0
 """Seconds between keep-alive comments in a stream; clients time out on silence."""
 
@@ -109,10 +116,15 @@ class Session:
         self.recorder = Recorder(self.play.limits, self.play.group, self.conversations)
 
     async def broken(self) -> Exception:
-        """Wait until a request fails for a reason outside of the agent, such as a bug; return the error."""
+        """Wait until a request fails for a reason that ends the run, such as a bug; return the error."""
         await self._fault.wait()
         assert self._why is not None
         return self._why
+
+    def fail(self, why: Exception) -> None:
+        """End the run with an error that is not the rollout's."""
+        self._why = why
+        self._fault.set()
 
     async def aclose(self) -> Recording:
         """End the session and cancel its running requests; return the recording."""
@@ -193,8 +205,7 @@ class Session:
         except Refused as refused:
             return refusal(dialect, refused)
         except Exception as error:
-            self._why = error
-            self._fault.set()
+            self.fail(error)
             return refusal(dialect, Refused(500, errors.describe(error), "internal"))
 
     async def _encoded(self, dialect: Dialect, body: bytes) -> tuple[ChatRequest, Turn]:

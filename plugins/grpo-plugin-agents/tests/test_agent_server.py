@@ -9,6 +9,7 @@ import gc
 import gzip
 import io
 import json
+import re
 import socket
 import tracemalloc
 
@@ -59,11 +60,12 @@ class Story:
     def openai(self):
         return openai.AsyncOpenAI(base_url=self.client.base_url, api_key=self.client.api_key, max_retries=0)
 
-    async def post(self, path, body, *, key=None, **headers):
-        key = self.client.api_key if key is None else key
+    async def post(self, path, body, *, key=None, client=None, **headers):
+        client = client or self.client
+        key = client.api_key if key is None else key
         raw = body if isinstance(body, bytes | io.BytesIO) else json.dumps(body).encode()
         headers = {"Authorization": f"Bearer {key}", **headers}
-        async with self.http.post(f"{self.client.base_url}{path}", data=raw, headers=headers) as response:
+        async with self.http.post(f"{client.base_url}{path}", data=raw, headers=headers) as response:
             return response.status, await response.json()
 
 
@@ -103,6 +105,67 @@ def test_the_key_of_a_rollout_is_refused_when_it_has_ended():
         assert (await scene.post("/chat/completions", {"messages": ASKED}))[0] == 401
 
     story(play, "yes")
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/responses", "/messages", "/messages/count_tokens"])
+@pytest.mark.parametrize("ended", [None, "address", "key"])
+def test_the_key_of_another_rollout_of_the_group_ends_the_run(path, ended):
+    """Also if one of the two has ended: the other one would fail, whichever comes first."""
+
+    async def play(scene):
+        other = scene.server.open(scene.play)
+        at, key = (other, scene.session) if ended == "address" else (scene.session, other)
+        if ended:
+            await other.aclose()
+        body = {"messages": ASKED}
+        status, body = await scene.post(path, body, key=key.client.api_key, client=at.client)
+        assert status == 403
+        assert re.search(r"the address of rollout \d has the key of rollout \d", body["error"]["message"])
+        for session in (scene.session,) if ended else (scene.session, other):
+            why = await asyncio.wait_for(session.broken(), 5.0)
+            assert isinstance(why, PluginError)
+            assert "api_key=client.api_key" in str(why)
+        assert scene.engine.said == []
+        await other.aclose()
+
+    story(play, "yes")
+
+
+def test_a_late_request_of_an_ended_rollout_is_refused():
+    async def play(scene):
+        ended = [scene.server.open(scene.play) for _ in range(2)]
+        for each in ended:
+            await each.aclose()
+        for key in (each.client.api_key for each in ended):
+            status, _ = await scene.post("/messages", {"messages": ASKED}, key=key, client=ended[0].client)
+            assert status == 401
+        assert (await scene.post("/chat/completions", {"messages": ASKED}))[0] == 200, "the run goes on"
+
+    story(play, "yes")
+
+
+def test_a_key_that_names_a_rollout_and_is_not_signed_by_the_server_is_refused():
+    async def play(scene):
+        forged = AgentServer(PlayerSetup())
+        await forged.start()
+        session = forged.open(scene.play)
+        assert session.client.api_key[:10] == scene.client.api_key[:10]
+        assert (await scene.post("/messages", {"messages": ASKED}, key=session.client.api_key))[0] == 401
+        await session.aclose()
+        await forged.aclose()
+
+    story(play, "yes")
+
+
+def test_a_request_without_the_path_of_a_rollout_is_told_the_address():
+    async def play(scene):
+        root = scene.client.base_url.partition("/rollouts")[0]
+        headers = {"Authorization": f"Bearer {scene.client.api_key}"}
+        async with scene.http.post(f"{root}/v1/chat/completions", json={}, headers=headers) as response:
+            assert response.status == 404
+            assert "client.base_url" in (await response.json())["error"]["message"]
+
+    story(play)
 
 
 def test_the_server_listens_on_the_loopback_address_only():
@@ -151,7 +214,9 @@ def test_a_body_without_an_end_is_read_up_to_a_bound():
 
 def test_a_request_line_without_an_end_is_refused_without_a_word_in_the_terminal(capsys):
     async def play(s):
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(s.client.base_url.split(":")[2][:-3]))
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", int(s.client.base_url.split(":")[2].split("/")[0])
+        )
         writer.write(b"POST /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n")
         assert b" 400 " in (await reader.read())[:20]
         writer.close()
@@ -700,8 +765,8 @@ def test_sessions_that_have_ended_leave_nothing_behind():
             session = scene.server.open(evolve(scene.play, engine=engine))
             messages = [{"role": "user", "content": "x" * 2000}]
             for _ in range(3):
-                body, key = {"messages": messages}, session.client.api_key
-                _, reply = await scene.post("/chat/completions", body, key=key)
+                body = {"messages": messages}
+                _, reply = await scene.post("/chat/completions", body, client=session.client)
                 messages += [reply["choices"][0]["message"], {"role": "user", "content": "x" * 2000}]
             await session.aclose()
 

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any, TypeVar
 
 from grpo_core import Completion, Engine, GenerationRequest, PlayerSetup, Prompt, Rollout, Weights
-from grpo_core.kit import EnvironmentWorker, PluginHost
+from grpo_core.kit import EnvironmentWorker, PluginHost, aio
 from grpo_core.testing import FakeEngine, play_rollouts
 
 SECONDS = 60.0
@@ -33,22 +33,28 @@ async def play_agent(environment: EnvironmentWorker, plays: Plays) -> list[Rollo
         return [await _rollout(environment, engine, prompt, index) for index, (prompt, _) in enumerate(plays)]
 
 
-async def play_side_by_side(environment: EnvironmentWorker, plays: Plays) -> tuple[list[Rollout], int]:
+async def play_side_by_side(
+    environment: EnvironmentWorker, plays: Plays, order: Sequence[int]
+) -> tuple[list[Rollout], int]:
     """Let an agent play prompts concurrently: replies wait until each rollout has sent a request or ended.
 
-    Returns the rollouts, and the largest number of requests that waited at the same time.
+    Returns the rollouts, and the largest number of rollouts that waited at the same time.  Raises PluginError
+    if the agent uses the key of another rollout.
+
+    Args:
+        order: the play of each rollout; those of one play are of one group.
     """
     async with _served(environment, plays, _InStep) as engine:
-        engine.playing = {str(index) for index in range(len(plays))}
+        engine.playing = set(range(len(order)))
 
-        async def one(index: int, prompt: Prompt) -> Rollout:
+        async def one(number: int, index: int) -> Rollout:
             try:
-                return await _rollout(environment, engine, prompt, index)
+                seat: Any = _Seat(engine, number)
+                return await _rollout(environment, seat, plays[index][0], number, str(index))
             finally:
-                engine.ended(str(index))
+                engine.ended(number)
 
-        rollouts = await asyncio.gather(*(one(index, prompt) for index, (prompt, _) in enumerate(plays)))
-        return rollouts, engine.most
+        return await aio.gather(one(*each) for each in enumerate(order)), engine.most
 
 
 @contextlib.asynccontextmanager
@@ -72,17 +78,31 @@ async def _served(environment: EnvironmentWorker, plays: Plays, kind: type[E]) -
         await player.aclose()
 
 
-async def _rollout(environment: EnvironmentWorker, engine: Engine, prompt: Prompt, index: int) -> Rollout:
+async def _rollout(
+    environment: EnvironmentWorker, engine: Engine, prompt: Prompt, index: int, group: str = ""
+) -> Rollout:
     (rollout,) = await play_rollouts(
         [prompt],
         engine=engine,
         environment=environment,
         deadline=SECONDS,
         first=index,
+        group=group,
         max_tokens=100_000,
         max_turns=TURNS,
     )
     return rollout
+
+
+class _Seat:
+    """The engine as one rollout sees it: a request is known by the rollout at whose address it arrives."""
+
+    def __init__(self, engine: _InStep, rollout: int) -> None:
+        self._engine, self._rollout = engine, rollout
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        await self._engine.wait(self._rollout)
+        return await self._engine.generate(requests)
 
 
 class _InStep(FakeEngine):
@@ -94,15 +114,16 @@ class _InStep(FakeEngine):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self.playing: set[str] = set()
+        self.playing: set[int] = set()
         self.most = 0
         """Largest number of rollouts that waited at the same time."""
-        self._waiting: set[str] = set()
+        self._waiting: set[int] = set()
         self._go = asyncio.Event()
         self._patience = PATIENCE
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        self._waiting.add(requests[0].group)
+    async def wait(self, rollout: int) -> None:
+        """Wait until all rollouts that play have sent a request."""
+        self._waiting.add(rollout)
         self.most = max(self.most, len(self._waiting))
         go = self._go
         self._step()
@@ -111,11 +132,10 @@ class _InStep(FakeEngine):
                 await go.wait()
         except TimeoutError:
             self._patience = 0.0 if self.most < 2 else self._patience
-            self._waiting.discard(requests[0].group)
-        return await super().generate(requests)
+            self._waiting.discard(rollout)
 
-    def ended(self, group: str) -> None:
-        self.playing.discard(group)
+    def ended(self, rollout: int) -> None:
+        self.playing.discard(rollout)
         self._step()
 
     def _step(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from attrs import define, evolve, field, frozen
 
 from grpo_core import Episode, Feedback, GrpoError, PluginError, Prompt, Rollout, advantages, errors
-from grpo_core.kit import MIXED_UP_ADVICE, EnvironmentConfig, EnvironmentWorker, Incident, assistant_message
+from grpo_core.kit import EnvironmentConfig, EnvironmentWorker, Incident, assistant_message
 from grpo_plugin_devkit.agents import play_agent, play_side_by_side
 
 T = TypeVar("T")
@@ -31,6 +31,9 @@ FEW = 8
 """Number of prompts that are tried with each reply of ``RUBBISH``."""
 AGENT = 4
 """Number of prompts that an agent plays."""
+APART = (0, 1, 2, 0)
+"""The prompts of the rollouts that an agent plays at the same time; those of one prompt are of one group."""
+LINE = "concurrency = 64"
 ESSENTIAL = ("prompts to train on", "a reply is scored", "its agent plays a rollout")
 """Checks whose failure ends the series."""
 NONSENSE = ("I do not know.", "No.")
@@ -170,7 +173,7 @@ class Conformance:
         if self.environment.runs_agents:
             return (of_prompts if self._has_prompts() else {"prompts": self._stand_in}) | {
                 "its agent plays a rollout": self._agent,
-                "concurrent rollouts send the same requests as alone": self._rollouts_apart,
+                "rollouts of one process send the same requests as alone": self._rollouts_apart,
                 "the same replies get the same reward": self._steady_agent,
                 "a solution gets more than nonsense": self._solving_agent,
             }
@@ -374,15 +377,34 @@ class Conformance:
         )
 
     def _rollouts_apart(self) -> str:
-        """Check that concurrent rollouts of an agent do not mix; requests are answered in lockstep."""
-        if len(self._plays) < 2:
-            raise Noted("there is only one prompt")
+        """Check that concurrent rollouts of one process do not mix; requests are answered in lockstep."""
         if not self.side_by_side:
             raise Noted("cannot be checked in this process; use grpo-core check or check_agent")
-        together, most = self.wait(play_side_by_side(self.environment, self._plays))
-        if most < 2:
+        several = self.environment.agents > 1
+        try:
+            together = self._together()
+        except (Broken, PluginError) as mixed:
+            if several:
+                raise Broken(
+                    f"{mixed} Leave out concurrency, so that a process plays one rollout, or give each "
+                    "client client.base_url and client.api_key in run, and keep a rollout's state in local "
+                    "variables"
+                ) from mixed
+            raise Noted(
+                f"they share something, so that a process must play one rollout, as it does without "
+                f"`concurrency`. {mixed}"
+            ) from mixed
+        if together < 2:
             return "they play one after another"
-        for play, one, other in zip(self._plays, self._played, together, strict=True):
+        advice = "" if several else f"; the line `{LINE}` in the agent lets a process play 64 at once"
+        return f"{together} rollouts at once in a process, two of one group{advice}"
+
+    def _together(self) -> int:
+        """Return the number of rollouts that were played at once as alone.  Raises Broken, PluginError."""
+        order = [each % len(self._plays) for each in APART]
+        together, most = self.wait(play_side_by_side(self.environment, self._plays, order))
+        for index, other in zip(order, together, strict=True):
+            play, one = self._plays[index], self._played[index]
             alone, others = _talks(one), _talks(other)
             if alone == others:
                 continue
@@ -391,9 +413,9 @@ class Conformance:
                 raise Noted(f"{_case(*play)}: cannot be checked, because its requests differ each time")
             raise Broken(
                 f"{_case(*play)}: alone a conversation ends with {_end(alone - others)}, and next to "
-                f"{most - 1} others with {_end(others - alone)}. {other.error or MIXED_UP_ADVICE}"
+                f"{most - 1} others with {_end(others - alone)}. {other.error or ''}"
             )
-        return f"{len(together)} rollouts"
+        return most
 
     def _steady_agent(self) -> str:
         again = self._rollouts(self._plays)

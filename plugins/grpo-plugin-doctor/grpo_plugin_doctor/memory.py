@@ -441,7 +441,7 @@ def footprint(
         found.append(evolve(process, parts=(base, *process.parts)))
     if not remote:
         sets = config.validation.environments(config.validation.due_sets)
-        count = config.environment.workers * (len(config.tasks) + len(sets))
+        count = (config.environment.workers or 1) * (len(config.tasks) + len(sets))
         found.append(ProcessMemory(name="environment", parts=(_base(python),), count=count))
     return Footprint(
         processes=tuple(found),

@@ -81,7 +81,9 @@ class RemoteEnvironment:
             "combine": self._process.combine,
             "success": self._process.success,
             "slots": self._process.slots,
-            "runs_agents": self._process.runs_agents,
+            "agents": self._process.agents,
+            "has_sessions": self._process.has_sessions,
+            "memory": self._process.memory,
         }
 
     async def ask(self, method: str, *args: Any) -> tuple[Any, list[Incident]]:
@@ -107,7 +109,8 @@ class RayEnvironment:
         self.success = Environment.success
         self.combine = Environment.combine
         self.slots: Literal["none", "tools", "all"] = "none"
-        self.runs_agents = False
+        self.agents = self.memory = 0
+        self.has_sessions = False
         self.player: Any = None
         self._name, self._made_from, self._resources = name, made_from, resources
         self._who = name
@@ -116,6 +119,10 @@ class RayEnvironment:
         """The worker that died last."""
         self._starting = asyncio.Lock()
         self._deaths = 0
+
+    @property
+    def runs_agents(self) -> bool:
+        return self.agents > 0
 
     async def start(self) -> None:
         """Start the worker.  Raises PluginError and ConfigError like the environment."""
@@ -214,7 +221,8 @@ class RayEnvironment:
                 self._worker, self._who = worker, started["who"]
                 self.max_turns, self.needs_group = started["max_turns"], started["needs_group"]
                 self.success, self.combine = started["success"], started["combine"]
-                self.slots, self.runs_agents = started["slots"], started["runs_agents"]
+                self.slots, self.agents, self.memory = started["slots"], started["agents"], started["memory"]
+                self.has_sessions = started["has_sessions"]
             return self._worker
 
     def _died(self, worker: Any, error: ChildDied) -> None:

@@ -140,7 +140,7 @@ def environment_is_the_bottleneck(facts: Facts) -> Finding | None:
         (
             f"{lane} is busy in {percent(share)} of the time",
             f"training waits for groups in {percent(_waits(facts))} of the time; {_training(facts)}",
-            f"environment.workers = {facts.setting('environment.workers')}, environment.max_batch = "
+            f"environment.workers = {facts.setting('environment.workers', 1)}, environment.max_batch = "
             f"{facts.setting('environment.max_batch')}; {_step(facts)}",
         ),
         "raise environment.workers, make evaluate async, or judge faster",
