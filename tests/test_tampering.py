@@ -39,7 +39,7 @@ class Words(grpo.Environment):
 SETTINGS = {
     "trainer.steps": STEPS, "trainer.prompts_per_step": 3, "trainer.updates_per_step": 1,
     "rollout.group_size": 2, "rollout.max_tokens": 4, "validation.every": 2, "validation.prompts": 3,
-    "checkpoint.every": 2, "checkpoint.best": "validation/words/reward",
+    "checkpoint.every": 2,
     "model.options.width": 32, "model.options.warm_start_steps": 0,
 }  # fmt: skip
 
@@ -83,11 +83,6 @@ def test_nothing_is_found_in_what_the_run_wrote(finished):
     assert not found.findings
     assert f"{len(LAWS)} laws hold over" in str(found)
     assert "as the run wrote them:" in str(found)
-
-
-def test_the_score_of_a_validation_may_be_saved_before_its_process_is_killed(run):
-    scored(lambda scores: scores.update({str(STEPS + 2): 0.0}))(run)
-    assert not verified(run).findings
 
 
 # ---------------------------------------------------------------------------------- changes
@@ -243,42 +238,20 @@ def config_changed(run):
     (run / "config.toml").write_text(tomli_w.dumps(table))
 
 
-def metrics_line(edit, nth=-1):
-    def change(lines):
-        value = json.loads(lines[nth])
-        edit(value)
-        lines[nth] = json.dumps(value).encode() + b"\n"
-
-    return on("metrics.jsonl", change)
-
-
 KINDS = (
     "Opened", "RunStarted", "Dispatched", "GroupFinished", "GroupsReady", "Recorded", "StepEnded", "Synced",
     "Validated", "Saving", "Saved", "RunEnded",
 )  # fmt: skip
 REPEATABLE = ("Opened", "RunStarted", "Recorded")
 """Events that a run may write twice without anything else between them."""
+UNNOTICED = ("Opened", "Validated", "RunEnded")
+"""Events without which the others fit one another."""
 GROUP = ("groups", 0)
 COUNTED = ("dispatched", "in_flight", "retrying", "ready", "skipped", "filtered", "attempts")
 
 
-def scored(change):
-    """A change of the values by which the best checkpoint is chosen."""
-
-    def apply(run):
-        path = run / "checkpoints" / "scores.json"
-        found = json.loads(path.read_text())
-        change(found["scores"])
-        path.write_text(json.dumps(found))
-
-    return apply
-
-
 TAMPERINGS = {
-    "a better score of a checkpoint": scored(lambda scores: scores.update({"2": 1.5})),
-    "a score of a step that was not validated": scored(lambda scores: scores.update({"3": 0.0})),
-    "scores that are none": scored(lambda scores: scores.update({"4": "high"})),
-    **{f"drop {kind}": dropped(kind) for kind in KINDS if kind != "RunEnded"},
+    **{f"drop {kind}": dropped(kind) for kind in KINDS if kind not in UNNOTICED},
     **{f"double {kind}": doubled(kind) for kind in KINDS if kind not in REPEATABLE},
     "exchange RunEnded with the line before": exchanged("RunEnded"),
     "drop the first RunStarted": dropped("RunStarted", 0),
@@ -301,9 +274,6 @@ TAMPERINGS = {
     "another step ended": edited("StepEnded", adding("step", 1)),
     "another version is synced": edited("Synced", adding("step", 1)),
     "another version is validated": edited("Validated", adding("version", 1)),
-    "another result": edited("Validated", setting("results", "words", "accuracy", 1.0)),
-    "another time": edited("StepEnded", adding("time", -1000.0)),
-    "loss": edited("StepEnded", setting("metrics", "loss", None)),
     "staleness": edited("StepEnded", setting("metrics", "staleness_max", 50.0)),
     **{f"buffer/{name}": edited("StepEnded", adding("metrics", f"buffer/{name}", 1.0)) for name in COUNTED},
     "max_staleness raised": edited("RunStarted", setting("config", "pipeline", "max_staleness", 9)),
@@ -338,27 +308,16 @@ TAMPERINGS = {
     "tokens: deleted": file("rollouts/*.safetensors", Path.unlink),
     "tokens: exchanged": swap("rollouts/step-000001.safetensors", "rollouts/step-000002.safetensors"),
     "tokens: one more": copied("rollouts/step-000001.safetensors", "rollouts/step-000099.safetensors"),
-    "metrics: dropped": on("metrics.jsonl", lambda lines: lines.pop(3)),
-    "metrics: doubled": on("metrics.jsonl", lambda lines: lines.insert(3, lines[3])),
-    "metrics: exchanged": on("metrics.jsonl", lambda lines: lines.insert(3, lines.pop(4))),
-    "metrics: edited": metrics_line(setting("loss", 0.0), 2),
-    "metrics: a validation is edited": metrics_line(setting("validation/words/accuracy", 1.0), -1),
-    "metrics: the last line is dropped": on("metrics.jsonl", lambda lines: lines.pop()),
-    "metrics: one more": on("metrics.jsonl", lambda lines: lines.append(b'{"step": 9}\n')),
-    "metrics: emptied": emptied("metrics.jsonl"),
-    "metrics: deleted": deleted("metrics.jsonl"),
     "checkpoint: a weight": file("checkpoints/*/trainer/model.safetensors", flip),
     "checkpoint: the pipeline": file("checkpoints/*/pipeline.json", flip),
     "checkpoint: a file is missing": file("checkpoints/*/pipeline.json", Path.unlink),
     "checkpoint: a weight, with a manifest that fits": resealed,
     "checkpoint: exchanged": swap("checkpoints/step-000006", "checkpoints/step-000008"),
     "checkpoint: one more": copied("checkpoints/step-000008", "checkpoints/step-000010"),
-    "checkpoint: one more file": copied("config.toml", "checkpoints/step-000008/pipeline.safetensors"),
     "checkpoint: the newest is deleted": deleted("checkpoints/step-000008"),
     "checkpoint: the manifest is no JSON": file("checkpoints/*/manifest.json", lambda p: p.write_text("[")),
     "configuration": config_changed,
     "configuration: deleted": deleted("config.toml"),
-    "a loss": edited("StepEnded", setting("metrics", "loss", 0.0)),
     "metrics are missing": edited("StepEnded", lambda e: e.pop("metrics")),
     "rollouts of another place": edited("Recorded", setting("file", "../config.toml")),
 }

@@ -340,13 +340,6 @@ def read_step(directory: Path) -> int:
     return typed.read(directory / _MANIFEST, SavedManifest)["step"]
 
 
-def strays(directory: Path) -> list[str]:
-    """Return the files in an intact checkpoint that its manifest does not name."""
-    manifest = typed.read(directory / _MANIFEST, SavedManifest)
-    names = {str(path.relative_to(directory)) for path in files(directory)}
-    return sorted(names - set(manifest["files"]) - {_MANIFEST})
-
-
 def read_pipeline(directory: Path) -> SavedPipeline:
     return typed.read(directory / "pipeline.json", SavedPipeline)
 

@@ -385,15 +385,8 @@ class Conformance:
             together = self._together()
         except (Broken, PluginError) as mixed:
             if several:
-                raise Broken(
-                    f"{mixed} Leave out concurrency, so that a process plays one rollout, or give each "
-                    "client client.base_url and client.api_key in run, and keep a rollout's state in local "
-                    "variables"
-                ) from mixed
-            raise Noted(
-                f"they share something, so that a process must play one rollout, as it does without "
-                f"`concurrency`. {mixed}"
-            ) from mixed
+                raise Broken(f"{mixed} Leave out concurrency: then a process plays one rollout") from mixed
+            raise Noted(f"a process must play one, as it does without `concurrency`. {mixed}") from mixed
         if together < 2:
             return "they play one after another"
         advice = "" if several else f"; the line `{LINE}` in the agent lets a process play 64 at once"
