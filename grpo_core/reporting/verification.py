@@ -143,9 +143,7 @@ class Files:
     def summary(self) -> str:
         """Return what was compared, in one line."""
         checkpoints = len(checkpoint.complete_names(self.path / "checkpoints"))
-        return (
-            f"as the run wrote them: {len(self._rollouts):,} files of rollouts, {checkpoints} checkpoints"
-        )
+        return f"as the run wrote them: {len(self._rollouts):,} files of rollouts, {checkpoints} checkpoints"
 
     def _forget(self, step: int) -> None:
         """Drop expectations after the step from which the run continues."""
