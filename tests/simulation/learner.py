@@ -203,7 +203,7 @@ class Judge:
     needs_group = False
     max_turns = 1
     combine: Mapping[str, str] = MappingProxyType({})
-    slots = "none"
+    slots, runs_agents = "none", False
 
     def __init__(
         self, task: Task, seed: int, kinds: Mapping[int, int], progress: Callable[[], float]
