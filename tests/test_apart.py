@@ -420,7 +420,7 @@ async def run(prompt, client):
 def test_check_names_an_agent_that_shares_something(what, tmp_path, capsys):
     """Without `concurrency` it plays right, and with it the check fails."""
     status, said = checked(tmp_path, capsys, SHARES[what])
-    assert (status, f"note    {CHECKED}: they share something" in said) == (0, True)
+    assert (status, f"note    {CHECKED}: a process must play one" in said) == (0, True)
     assert "concurrency = 64" not in said
     status, said = checked(tmp_path, capsys, "concurrency = 64\n" + SHARES[what])
     assert (status, f"FAILED  {CHECKED}: " in said) == (1, True)
