@@ -47,46 +47,46 @@ def prompts(split):
 """
 
 
-def played(tmp_path, agent, n=1, *, spec="./agent.py", options=None, **given):
+def played(tmp_path, agent, n=1, *, spec="./agent.py", options=None, config=None, **given):
     """Play rollouts of an agent in its process; returns them with the incidents."""
     (tmp_path / "agent.py").write_text(HEAD + agent)
-    sampling = given.get("sampling", SamplingParams(temperature=1.0, max_tokens=50))
-    spec = spec.replace("./", f"{tmp_path}/")
     incidents = []
 
     async def story():
-        engine = given.get("engine", FakeEngine(reply=lambda request, rng: "ab", latency=lambda rng: 0.0))
-        server = AgentServer(PlayerSetup())
-        await server.start()
-        process = EnvironmentProcess("task", spec, options or {}, config=given.get("config"))
-        process.player = server
-        try:
-            await process.start()
-            await engine.update_weights(Weights(version=0, location="", nbytes=0, tensors=()))
-            requests = [
-                RolloutRequest(
-                    prompt=Prompt(messages=f"{i}", id=f"{i}", environment="task", answer="ab"),
-                    seed=i,
-                    group=f"{i}",
-                )
-                for i in range(n)
-            ]
-            with reported_to(incidents.append):
-                rollouts = await play(
-                    requests,
-                    engine=engine,
-                    environments={"task": process},
-                    renderer=given.get("renderer", FakeRenderer()),
-                    sampling=sampling,
-                    deadline=given.get("deadline", 20.0),
-                )
-            assert server.sessions == 0
-            return rollouts
-        finally:
-            await process.aclose()
-            await server.aclose()
+        process = EnvironmentProcess("task", spec.replace("./", f"{tmp_path}/"), options or {}, config=config)
+        with reported_to(incidents.append):
+            return await played_in(process, map(str, range(n)), **given)
 
     return asyncio.run(story()), incidents
+
+
+async def played_in(environment, groups, *, engine=None, renderer=None, sampling=None, deadline=20.0):
+    """Play a rollout in each of the groups in an environment, which is started and closed here."""
+    engine = engine or FakeEngine(reply=lambda request, rng: "ab", latency=lambda rng: 0.0)
+    server = environment.player = AgentServer(PlayerSetup())
+    await server.start()
+    try:
+        await environment.start()
+        await engine.update_weights(Weights(version=0, location="", nbytes=0, tensors=()))
+        requests = [
+            RolloutRequest(
+                prompt=Prompt(messages=group, id=group, environment="task", answer="ab"), seed=i, group=group
+            )
+            for i, group in enumerate(groups)
+        ]
+        rollouts = await play(
+            requests,
+            engine=engine,
+            environments={"task": environment},
+            renderer=renderer or FakeRenderer(),
+            sampling=sampling or SamplingParams(temperature=1.0, max_tokens=50),
+            deadline=deadline,
+        )
+        assert server.sessions == 0
+        return rollouts
+    finally:
+        await environment.aclose()
+        await server.aclose()
 
 
 pytestmark = pytest.mark.long

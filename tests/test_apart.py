@@ -8,6 +8,7 @@ import socket
 
 import pytest
 from test_agents import HEAD as COMMON
+from test_agents import played_in
 
 from grpo_core import cli
 from grpo_core.app.placement import LocalPlacement
@@ -15,15 +16,12 @@ from grpo_core.app.workers import make_environment
 from grpo_core.config import EnvironmentConfig, TaskConfig
 from grpo_core.contracts.errors import PluginError
 from grpo_core.contracts.limits import Limits
-from grpo_core.contracts.playing import PlayerSetup
-from grpo_core.contracts.records import Completion, Prompt, Weights
+from grpo_core.contracts.records import Completion
 from grpo_core.environments.places import Places
-from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.plugins.host import PluginHost
 from grpo_core.processes.aio import Limit, not_counted
-from grpo_core.testing import FakeEngine, FakeRenderer, clock
+from grpo_core.testing import FakeRenderer, clock
 from grpo_plugin_agents.recorder import Conversations, Recorder
-from grpo_plugin_agents.server import AgentServer
 
 HEAD = (
     COMMON
@@ -60,40 +58,12 @@ async def run(prompt, client):
 def played(tmp_path, agent, groups, *, config=None, deadline=60.0, name=""):
     """Play a rollout in each of the groups by an agent as a run does; return them with the pool's remark."""
     (tmp_path / "agent.py").write_text(HEAD + agent)
-    host = PluginHost.discover()
-    config = config or EnvironmentConfig()
-    spec = f"{tmp_path}/agent.py{name}"
-    requests = [
-        RolloutRequest(
-            prompt=Prompt(messages=group, id=group, environment="task", answer="ab"), seed=i, group=group
-        )
-        for i, group in enumerate(groups)
-    ]
+    host, task = PluginHost.discover(), TaskConfig(env=f"{tmp_path}/agent.py{name}")
+    placement, config = LocalPlacement(host), config or EnvironmentConfig()
 
     async def story():
-        engine = FakeEngine(reply=lambda request, rng: "ab", latency=lambda rng: 0.0)
-        await engine.update_weights(Weights(version=0, location="", nbytes=0, tensors=()))
-        server = AgentServer(PlayerSetup())
-        await server.start()
-        pool = make_environment(
-            "task", TaskConfig(env=spec), config, LocalPlacement(host), host, log=None, parts={}
-        )
-        pool.player = server
-        try:
-            await pool.start()
-            rollouts = await play(
-                requests,
-                engine=engine,
-                environments={"task": pool},
-                renderer=FakeRenderer(),
-                sampling=SamplingParams(temperature=1.0, max_tokens=50),
-                deadline=deadline,
-            )
-            assert server.sessions == 0
-            return rollouts, pool.remark
-        finally:
-            await pool.aclose()
-            await server.aclose()
+        pool = make_environment("task", task, config, placement, host, log=None, parts={})
+        return await played_in(pool, groups, deadline=deadline), pool.remark
 
     return asyncio.run(story())
 

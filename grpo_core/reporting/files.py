@@ -66,9 +66,8 @@ class FilesTracker(Tracker):
             (run.directory / folder).mkdir(exist_ok=True)
         self._events = _appending(run.directory / "events.jsonl")
         cut = -1 if run.resumed_from is None else run.resumed_from
-        measured = cut if run.measured is None else run.measured
-        self._record("Opened", step=cut, measured=measured, config=self._config(), version=__version__)
-        RunDirectory(run.directory).forget_after(cut, measured)
+        self._record("Opened", step=cut, config=self._config(), version=__version__)
+        RunDirectory(run.directory).forget_after(cut, cut if run.measured is None else run.measured)
         self._metrics = _appending(run.directory / "metrics.jsonl")
         self._timeline = _appending(run.directory / "timeline.jsonl")
         self._time = 0.0
