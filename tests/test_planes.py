@@ -40,6 +40,7 @@ from grpo_core.loop.pipeline import Learning, Pipeline, Playing, Schedule
 from grpo_core.loop.rollout import SamplingParams
 from grpo_core.loop.rows import make_batch
 from grpo_core.plugins.host import PluginHost
+from grpo_core.processes import secrets
 from grpo_core.processes.served import Call
 from grpo_core.reporting import stored
 from grpo_core.reporting.files import FilesTracker
@@ -434,6 +435,19 @@ def test_the_files_of_a_run_whose_tokens_are_lost_still_say_how_it_ended(tmp_pat
         call(tracker, event)
     tracker.close()
     assert [event["event"] for event in Run(run.path).events()][-2:] == ["Saving", "Saved"]
+
+
+def test_secrets_are_searched_in_texts_without_the_tokens_of_a_plane(tmp_path, plane, monkeypatch):
+    monkeypatch.setattr(secrets, "_values", {"HF_TOKEN": "hf_abcdefgh"})
+
+    async def put() -> Group:
+        await plane.started()
+        return await plane.put(group(10))
+
+    there = asyncio.run(put())
+    for path in plane.reader.directory.iterdir():
+        path.unlink()
+    assert secrets.masked(there) is there
 
 
 # ---------------------------------------------------------------------------------- of a single file

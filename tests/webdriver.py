@@ -86,11 +86,9 @@ class Browser:
 @contextmanager
 def browser() -> Iterator[Browser]:
     """Start a browser, and end it."""
-    with subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True) as driver:
+    driver, port = _driver()
+    with driver:
         try:
-            assert driver.stdout is not None
-            ports = (re.search(r"on port (\d+)\.", line) for line in driver.stdout)
-            port = next(int(found[1]) for found in ports if found)
             opened = Browser(f"http://127.0.0.1:{port}")
             try:
                 yield opened
@@ -98,3 +96,18 @@ def browser() -> Iterator[Browser]:
                 opened.close()
         finally:
             driver.terminate()
+
+
+def _driver() -> tuple[subprocess.Popen[str], int]:
+    """Start a driver, and return its port.
+
+    It chooses a port, and ends at once if another program takes that one before it does.
+    """
+    for _ in range(5):
+        driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
+        assert driver.stdout is not None
+        for line in driver.stdout:
+            if found := re.search(r"on port (\d+)\.", line):
+                return driver, int(found[1])
+        driver.communicate()
+    raise RuntimeError("chromedriver ended five times before it named its port")

@@ -62,6 +62,10 @@ def _masked(value: Any, mask: Mask) -> Any:
         same = all(new is old for new, old in zip(parts, value, strict=True))
         return value if same else parts if isinstance(value, list) else tuple(parts)
     if not isinstance(value, type) and attrs.has(type(value)):
+        from grpo_core.contracts.tokens import Tokens  # imports numpy
+
+        if isinstance(value, Tokens):  # they have no text, and may have to be fetched
+            return value
         changed = {
             each.alias: new
             for each in attrs.fields(type(value))
