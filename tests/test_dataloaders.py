@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import threading
 import tomllib
 from itertools import islice
 
 import pytest
+import torch
 import torchdata.nodes
 from drawing import NoEnvironment
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -563,3 +565,81 @@ def test_a_dataloader_that_fails_at_the_start_is_wrong_input(runner, tmp_path, m
     assert f"dataloader './bad.py:{kind}'" in str(raised.value)
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+# ---------------------------------------------------------------------------------- objects of a program
+
+
+def shuffled(**more):
+    return StatefulDataLoader(
+        MapStyle(), batch_size=None, shuffle=True, generator=torch.Generator().manual_seed(3), **more
+    )
+
+
+class Behind(Own):
+    """Its state is one row behind."""
+
+    def state_dict(self):
+        return {"at": max(0, self.at - 1)}
+
+
+class Once(Own):
+    """Its rows come once."""
+
+    def __iter__(self):
+        while self.at < self.end:
+            self.at += 1
+            yield row(self.at - 1)
+
+
+def first_of(runner, given, *, tries, needs=0):
+    host = PluginHost.discover()
+    host.add({"dataloader": {"rows": given if callable(given) else lambda split: given}})
+    task = TaskConfig(env="none", data="program:rows")
+    data = TaskData.of("t", task, host, NoEnvironment(), tries=tries, needs=needs)
+    try:
+        return [prompt.id for prompt in runner.run(data.prompts("train", 20))]
+    finally:
+        data.close()
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's call
+@pytest.mark.parametrize(
+    "make",
+    [
+        Own,
+        lambda: Own(50),
+        lambda: Once(50),
+        lambda: Once(20),
+        shuffled,
+        lambda: torchdata.nodes.Loader(torchdata.nodes.IterableWrapper(list(map(row, range(30))))),
+    ],
+    ids=["endless", "epochs", "once", "once and short", "shuffled", "nodes"],
+)
+def test_an_object_of_a_program_that_is_tried_gives_the_same_rows_as_one_that_is_not(runner, make):
+    assert first_of(runner, make(), tries=True) == first_of(runner, make(), tries=False)
+
+
+@pytest.mark.parametrize(
+    "given", [Behind(), Behind(40), lambda split: Behind()], ids=["", "epochs", "function"]
+)
+def test_an_object_of_a_program_whose_state_is_wrong_is_refused_at_the_start(runner, given):
+    with pytest.raises(ConfigError, match=r"does not give the rows that it gave: .*its state was restored"):
+        first_of(runner, given, tries=True)
+
+
+def test_a_function_of_a_program_that_gives_other_rows_each_time_is_refused_at_the_start(runner):
+    class Drawn(Own):
+        def __iter__(self):
+            return map(row, order.sample(range(90), 90))
+
+    order = random.Random(5)
+    with pytest.raises(ConfigError, match="does not give the rows that it gave"):
+        first_of(runner, lambda split: Drawn(), tries=True)
+
+
+def test_rows_that_come_once_are_refused_at_the_start_if_they_are_too_few(runner):
+    said = r"has 30 rows and cannot be read twice; the run needs 31 \(trainer.steps x"
+    with pytest.raises(ConfigError, match=said):
+        first_of(runner, Once(30), tries=True, needs=31)
+    assert len(first_of(runner, Once(30), tries=True, needs=30)) == 20

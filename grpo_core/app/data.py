@@ -28,7 +28,8 @@ from grpo_core.data.rows import (
     readable,
 )
 from grpo_core.data.sources import ReadRows, SomePrompts
-from grpo_core.data.trial import Tried, compare, read_elsewhere
+from grpo_core.data.streams import loses_state
+from grpo_core.data.trial import Tried, compare, on_itself, read, read_elsewhere
 from grpo_core.plugins.host import PluginHost
 
 AT_ONCE = 1000
@@ -60,6 +61,8 @@ class TaskData:
     deadline: float = 120.0
     tries: bool = False
     """Whether a stream is tried before it is used."""
+    needs: int = 0
+    """Number of prompts that the run needs at least."""
     notes: dict[str, str] = field(init=False, factory=dict)
     """Warnings about the dataloader, by cause."""
     loader: LookAhead | None = field(init=False, default=None)
@@ -121,14 +124,19 @@ class TaskData:
 
         Notes what was found.  Raises ConfigError, PluginError.
         """
-        if self.host.of_program(choice.name):  # objects of a program are proved when the run is resumed
-            return ()
-        who, split = source.who, choice.split("train")
-        reading = await read_elsewhere(
-            self.host.selection, choice.name, split, choice.options, who, seconds=self.deadline
-        )
-        make = partial(source.make, "train")
+        who, split, make = source.who, choice.split("train"), partial(source.make, "train")
         try:
+            if self.host.of_program(choice.name):
+                if (given := make()) is make():
+                    # without a state, or with one that lacks something, it is proved when the run is resumed
+                    if hasattr(given, "state_dict") and not loses_state(given):
+                        self._check_rows(await source.called(thread, partial(on_itself, given, who)), who)
+                    return ()
+                reading = await source.called(thread, partial(read, make, who))
+            else:
+                reading = await read_elsewhere(
+                    self.host.selection, choice.name, split, choice.options, who, seconds=self.deadline
+                )
             tried: Tried = await source.called(thread, partial(compare, reading, make, who))
         finally:
             thread.close()
@@ -143,6 +151,15 @@ class TaskData:
                 f"about {max(1, round(1e6 * tried.seconds)):,} s for a million rows"
             )
         return tried.without
+
+    def _check_rows(self, rows: int | None, who: str) -> None:
+        """Raise ConfigError if a dataloader that cannot be read twice has fewer rows than the run needs."""
+        if rows is not None and rows < self.needs:
+            raise ConfigError(
+                f"{who} has {rows:,} rows and cannot be read twice; the run needs {self.needs:,} "
+                "(trainer.steps x trainer.prompts_per_step). Give a function that makes it, for each epoch "
+                "anew, or train fewer steps"
+            )
 
     # ------------------------------------------------------------------------------ held-out prompts
 

@@ -88,6 +88,7 @@ class Tasks:
                     seed=config.seed,
                     deadline=config.environment.start_deadline,
                     tries=tries,
+                    needs=config.trainer.steps * config.trainer.prompts_per_step if len(tasks) == 1 else 0,
                 )
                 for name, task in every.items()
             }

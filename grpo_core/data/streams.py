@@ -35,6 +35,23 @@ class Mark:
     """The state itself; None before the first row, and for streams whose rows are counted."""
 
 
+class ExhaustedError(PluginError):
+    """A stream that has ended and cannot be read again.
+
+    Args:
+        who: the dataloader, for the message.
+        rows: number of its rows.
+    """
+
+    def __init__(self, who: str, rows: int) -> None:
+        remedy = (
+            f" after {rows:,} rows: it cannot be read twice; give a function that makes it, for each epoch "
+            "anew, or train no more steps than it has rows for"
+        )
+        super().__init__(f"{who}: it ended without a row{remedy if rows else ''}")
+        self.rows = rows
+
+
 class Stream:
     """Reads a stream row by row; an epoch is a new ``iter`` of the same object, after ``set_epoch``.
 
@@ -51,7 +68,10 @@ class Stream:
         self.row = self.epoch = self._of_epoch = 0
 
     def next(self) -> Any:
-        """Return the next row.  Raises PluginError if an epoch has none, or the stream raises."""
+        """Return the next row.
+
+        Raises ExhaustedError if an epoch has none, PluginError if the stream raises.
+        """
         while True:
             with plugin_errors(f"{self.who}: it"):  # also StopIteration, which is the end of next() alone
                 if self.given is None:
@@ -67,11 +87,7 @@ class Stream:
 
     def _end_epoch(self) -> None:
         if not self._of_epoch:
-            twice = (
-                f" after {self.row:,} rows: it cannot be read twice; give a function that makes it, for each "
-                "epoch anew, or train no more steps than it has rows for"
-            )
-            raise PluginError(f"{self.who}: it ended without a row{twice if self.row else ''}")
+            raise ExhaustedError(self.who, self.row)
         self.epoch, self._of_epoch = self.epoch + 1, 0
         once = self._iterator is self.given
         self._iterator = None
@@ -203,17 +219,17 @@ def resumed(stream: Stream, saved: Saved, *, progress: Callable[[int, int], None
         if differs is None:
             return rows
         first = first or differs
-    raise refusal(stream.who, stream.given, first)
+    raise refusal(stream.who, stream.given, first, ", and counting the rows from the beginning did not help")
 
 
-def refusal(who: str, given: Any, why: Difference | CheckpointError | None) -> ConfigError:
-    """Return the error for a dataloader that does not give the rows that it gave."""
+def refusal(who: str, given: Any, why: Difference | CheckpointError | None, tried: str = "") -> ConfigError:
+    """Return the error for a dataloader that does not give the rows that it gave, after what was tried."""
     remedy = _remedy(given)
     if isinstance(why, Difference):
         return ConfigError(
             f"{who} does not give the rows that it gave: row {why.row + 1} has {why.found!r} in its field "
-            f"{why.field!r}, expected {why.expected!r}, and counting the rows from the beginning did not "
-            f"help. {remedy}data_options.exact = false continues without this proof"
+            f"{why.field!r}, expected {why.expected!r}{tried}. {remedy}data_options.exact = false continues "
+            "without this proof"
         )
     return ConfigError(
         f"{who} does not continue: {why}. {remedy}data_options.exact = false continues without this proof"

@@ -7,15 +7,16 @@ process is found.  What no trial can show, such as a shuffle buffer, is known by
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
 
-from grpo_core.contracts.errors import CheckpointError, ConfigError
+from grpo_core.contracts.errors import CheckpointError, ConfigError, plugin_errors
 from grpo_core.data.positions import Fingerprint, difference, fingerprint, varying
 from grpo_core.data.rows import ignore_warnings_of_torchdata, readable
-from grpo_core.data.streams import Mark, Stream, loses_state, refusal
+from grpo_core.data.states import packed, unpacked
+from grpo_core.data.streams import ExhaustedError, Mark, Stream, loses_state, refusal
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import PluginSelection
 from grpo_core.processes.child import Child
@@ -54,12 +55,12 @@ class Tried:
     """Seconds to read a row."""
 
 
-def read(make: Callable[[], Any], who: str) -> Reading:
-    """Read the rows of a stream for a while."""
+def read(make: Callable[[], Any], who: str, most: int = MORE) -> Reading:
+    """Read the rows of a stream for a while, up to ``most`` of them and ``AFTER`` more."""
     ignore_warnings_of_torchdata()
     stream, began = Stream(lambda: readable(make(), who), who), time.monotonic()
     first: list[Fingerprint] = []
-    while stream.row < ROWS or (stream.row < MORE and time.monotonic() - began < MORE_SECONDS):
+    while stream.row < min(ROWS, most) or (stream.row < most and time.monotonic() - began < MORE_SECONDS):
         if stream.row and time.monotonic() - began > SECONDS:
             break
         row = stream.next()
@@ -86,17 +87,44 @@ def compare(reading: Reading, make: Callable[[], Any], who: str) -> Tried:
         refused = refusal(who, stream.given, difference(reading.first, first))
         raise ConfigError(f"{refused} (two processes have read its first {len(first)} rows)")
     if not reading.lost:
-        stream = Stream(lambda: readable(make(), who), who)
-        try:
-            stream.restore(reading.mark)
-        except CheckpointError as error:
-            raise ConfigError(str(error)) from error
-        after = [fingerprint(stream.next(), without) for _ in reading.after]
-        expected = [{name: each[name] for name in each if name not in without} for each in reading.after]
-        if (differs := difference(expected, after, reading.rows)) is not None:
-            refused = refusal(who, stream.given, differs)
-            raise ConfigError(f"{refused} (its state was restored behind {reading.rows:,} rows)")
+        _restore(reading, Stream(lambda: readable(make(), who), who), without)
     return Tried(frozenset(without), reading.lost, reading.seconds / reading.rows)
+
+
+def _restore(reading: Reading, stream: Stream, without: Collection[str]) -> None:
+    """Read on behind the restored state.  Raises ConfigError if the rows differ."""
+    try:
+        stream.restore(reading.mark)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    after = [fingerprint(stream.next(), without) for _ in reading.after]
+    expected = [{name: each[name] for name in each if name not in without} for each in reading.after]
+    if (differs := difference(expected, after, reading.rows)) is not None:
+        refused = refusal(stream.who, stream.given, differs)
+        raise ConfigError(f"{refused} (its state was restored behind {reading.rows:,} rows)")
+
+
+def on_itself(given: Any, who: str) -> int | None:
+    """Try a stream that cannot be made anew; return the number of its rows if it cannot be read twice.
+
+    It is left at its beginning.
+
+    Raises ConfigError if its state does not give the same rows, PluginError if it raises.
+    """
+    stream, rows = Stream(lambda: given, who), None
+    with plugin_errors(f"{who}: state_dict()"):
+        begin = Mark(0, 0, 0, unpacked(packed(given.state_dict(), f"{who}: state_dict()")))
+    try:
+        reading = read(lambda: given, who)
+    except ExhaustedError as error:
+        rows = error.rows
+        stream.restore(begin)
+        if rows <= AFTER:  # too few for a trial
+            return rows
+        reading = read(lambda: given, who, rows - AFTER)
+    _restore(reading, stream, ())
+    stream.restore(begin)
+    return rows
 
 
 class Reader:
