@@ -251,6 +251,8 @@ REQUESTS = {
     "an end of responses": ("responses", {"input": "Name the capital of France in one sentence."}),
 }
 PATHS = {"chat": "/chat/completions", "messages": "/messages", "responses": "/responses"}
+AS_SAID = {"a text and a call", "a call that is no JSON"}
+"""Calls that do not end: vLLM streams their beginning as a call, but says the text in a whole reply."""
 VARYING = {"id", "created", "created_at", "completed_at", "signature"}
 """Fields that differ from one reply to the next."""
 
@@ -316,6 +318,46 @@ def fields_of(dialect, reply):
     return plain({**{name: reply.get(name) for name in names}, "usage": usage})
 
 
+async def streamed(dialect, url, key, body, extra):
+    """Return a reply that the client of a dialect puts together from a stream."""
+    if dialect == "messages":
+        import anthropic
+
+        said = {name: value for name, value in body.items() if name != "temperature"}
+        async with (
+            anthropic.AsyncAnthropic(base_url=url.removesuffix("/v1"), api_key=key) as client,
+            client.messages.stream(**said, extra_body={"temperature": body["temperature"]}) as events,
+        ):
+            return (await events.get_final_message()).model_dump()
+    async with openai.AsyncOpenAI(base_url=url, api_key=key) as client:
+        if dialect == "responses":
+            events = await client.responses.create(**body, stream=True)
+            return [event async for event in events][-1].response.model_dump()
+        chunks = await client.chat.completions.create(
+            **body, stream=True, stream_options={"include_usage": True}, extra_body=extra
+        )
+        return assembled([chunk.model_dump() async for chunk in chunks])
+
+
+def assembled(chunks):
+    """Return the reply whose parts are the chunks of a stream."""
+    assert [chunk["choices"] for chunk in chunks][-1] == []
+    message, reason = {}, None
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        assert reason is None or not any(choice["delta"].values())
+        reason = choice["finish_reason"] or reason
+        for name, part in choice["delta"].items():
+            if name == "tool_calls":
+                for call in part or ():
+                    made = message.setdefault("tool_calls", {}).setdefault(call["index"], {"arguments": ""})
+                    made["name"] = call["function"]["name"] or made["name"]
+                    made["arguments"] += call["function"]["arguments"] or ""
+            elif part is not None:
+                message[name] = message[name] + part if name == "content" and name in message else part
+    choice = {"index": 0, "finish_reason": reason, "message": message}
+    return {"object": "chat.completion", "choices": [choice], "usage": chunks[-1]["usage"]}
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     from vllm_server import vllm_server
@@ -330,8 +372,11 @@ def served(tmp_path_factory):
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make install-vllm")
-@pytest.mark.parametrize("label", REQUESTS)
-def test_a_reply_has_the_fields_of_the_reply_of_vllm(label, served):
+@pytest.mark.parametrize(
+    ("label", "stream"),
+    [*((label, False) for label in REQUESTS), *((label, True) for label in REQUESTS if label not in AS_SAID)],
+)
+def test_a_reply_has_the_fields_of_the_reply_of_vllm(label, stream, served):
     dialect, given = REQUESTS[label]
     url, renderer = served
     forced = {"structured_outputs": {"choice": [text]}} if (text := given.get("forced")) else {}
@@ -342,15 +387,20 @@ def test_a_reply_has_the_fields_of_the_reply_of_vllm(label, served):
 
     async def compare():
         engine = Served(url, forced)
-        answer = await engine.client.post(PATHS[dialect], {**body, **forced})
-        assert answer.status == 200, answer.text
         async with Story() as scene:
             scene.play = a_play(engine, renderer, limits=Limits(max_tokens=2000, max_turns=9, context=2048))
             scene.client = scene.server.open(scene.play).client
-            status, ours = await scene.post(PATHS[dialect], body)
+            if stream:
+                theirs = await streamed(dialect, url, "any", body, forced)
+                ours = await streamed(dialect, scene.client.base_url, scene.client.api_key, body, {})
+            else:
+                answer = await engine.client.post(PATHS[dialect], {**body, **forced})
+                assert answer.status == 200, answer.text
+                theirs = answer.json(dict)
+                status, ours = await scene.post(PATHS[dialect], body)
+                assert status == 200, ours
             await engine.client.aclose()
-        assert status == 200, ours
-        return fields_of(dialect, answer.json(dict)), fields_of(dialect, ours)
+        return fields_of(dialect, theirs), fields_of(dialect, ours)
 
     theirs, ours = asyncio.run(compare())
     assert ours == theirs
