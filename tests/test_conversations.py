@@ -223,7 +223,7 @@ FILE = """
 
     @grpo.hookimpl
     def grpo_engines():
-        return {{"said": grpo.Offer(Said, gives="text")}}
+        return {{"said": grpo.EngineOffer(Said, gives="text")}}
 """
 
 

@@ -30,7 +30,7 @@ class Marked(grpo.Environment):
 
 @grpo.hookimpl
 def grpo_engines():
-    return {"unreadable": grpo.Offer(Unreadable, requires={"no_such_module": "pip install no-such"})}
+    return {"unreadable": grpo.EngineOffer(Unreadable, requires={"no_such_module": "pip install no-such"})}
 
 class Unreadable:
     def __init__(self, setup):

@@ -168,7 +168,7 @@ def check(*, nesterov=False):
 
 @grpo_core.hookimpl
 def grpo_optimizers():
-    return {"checked": grpo_core.Offer(sgd, check=check)}
+    return {"checked": grpo_core.OptimizerOffer(sgd, check=check)}
 """
 
 

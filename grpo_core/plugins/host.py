@@ -172,7 +172,7 @@ class PluginHost:
             return
         plugin = Plugin(name=PROGRAM, distribution="this program", version="", module="")
         plugin.offers = {
-            kind: {name: as_offer(given) for name, given in factories.items()}
+            kind: {name: as_offer(kind, given) for name, given in factories.items()}
             for kind, factories in offers.items()
         }
         self.plugins.append(plugin)
@@ -339,7 +339,7 @@ class PluginHost:
         self._manager.register(module, plugin.name)
         for kind, hook in HOOKS.items():
             for function in self._implementations(hook, module):
-                plugin.offers.setdefault(kind, {}).update(checked_offers(hook, function()))
+                plugin.offers.setdefault(kind, {}).update(checked_offers(kind, function()))
         for function in self._implementations(SECTIONS, module):
             # environments run where it cannot be imported
             from grpo_core.config.sections import offered_sections
@@ -393,7 +393,7 @@ class PluginHost:
             return Selected(kind, name, plugin, Offer(_agent_of(module)))
         factory = getattr(module, wanted, None) if wanted else None
         if callable(factory):
-            return Selected(kind, name, plugin, Offer(factory))
+            return Selected(kind, name, plugin, as_offer(kind, factory))
         here = {
             key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
         }

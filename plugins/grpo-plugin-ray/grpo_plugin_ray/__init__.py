@@ -21,9 +21,9 @@ def grpo_placements() -> Mapping[str, grpo_core.Offer]:
 
 
 @grpo_core.hookimpl
-def grpo_trainers() -> Mapping[str, grpo_core.Offer]:
+def grpo_trainers() -> Mapping[str, grpo_core.TrainerOffer]:
     return {
-        "ray": grpo_core.Offer(
+        "ray": grpo_core.TrainerOffer(
             "grpo_plugin_ray.trainer:ray_trainer",
             placement="ray",
             check="grpo_plugin_ray.trainer:check",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from grpo_core import Offer, Transport, hookimpl
+from grpo_core import TrainerOffer, Transport, hookimpl
 from grpo_plugin_scale.config import ScaledConfig
 from grpo_plugin_scale.lora import LoraConfig
 
@@ -20,9 +20,9 @@ def grpo_engines() -> Mapping[str, str]:
 
 
 @hookimpl
-def grpo_trainers() -> Mapping[str, Offer]:
+def grpo_trainers() -> Mapping[str, TrainerOffer]:
     return {
-        "torch": Offer(
+        "torch": TrainerOffer(
             "grpo_plugin_scale.training.process:ScaledProcess",
             memory="grpo_plugin_scale.memory:memory",
             workers="grpo_plugin_scale.config:ranks",
