@@ -180,8 +180,8 @@ def test_a_player_that_is_not_installed_is_refused_with_the_command_that_install
     host = PluginHost.discover()
     host.plugins = [plugin for plugin in host.plugins if plugin.name != "agents"]
     expected = (
-        "task 'words': its environment defines run; there is no player 'agents': "
+        "task 'words': its environment defines run; there is no player that plays agents: "
         "pip install grpo-plugin-agents"
     )
     with pytest.raises(PluginError, match=re.escape(expected)):
-        make_player(host, "agents", PlayerSetup(tasks={"words": True}), {})
+        make_player(host, None, PlayerSetup(tasks={"words": True}), {})

@@ -522,7 +522,7 @@ def test_the_report_is_left_out_where_no_plugin_offers_it(tmp_path, plugin, more
     for tracker in made.values():
         tracker.close()
     assert [*made] == ["files", "terminal", *more]
-    checked('tracking.trackers=["files", "report"]')
+    checked('tracking.trackers=["files", "*"]')
 
 
 def test_a_misspelt_key_next_to_the_trackers_is_refused():

@@ -449,7 +449,7 @@ def test_the_default_transport_is_the_one_that_has_been_tested_everywhere(
 @pytest.mark.parametrize(
     ("engine", "validation", "placement", "message"),
     [
-        (evolve(TWO, transport="cuda_ipc"), None, HERE, r'"cuda_ipc" is for one engine.*"collective"'),
+        (evolve(TWO, transport="cuda_ipc"), None, HERE, r'"cuda_ipc" is for one engine.*"shm"'),
         (EngineConfig(transport="cuda_ipc"), TWO, HERE, '"cuda_ipc" is for one engine'),
         (EngineConfig(transport="cuda_ipc"), None, ALONE, '"cuda_ipc" is for one engine'),
         (

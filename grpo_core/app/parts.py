@@ -86,7 +86,7 @@ class Parts:
     @property
     def place_of_trainer(self) -> str:
         """Name of the placement of the trainer's processes; empty if they run on this machine."""
-        return self.plugins.find("trainer", self.config.trainer.name).offer.placement
+        return str(self.plugins.find("trainer", self.config.trainer.name).offer.placement)
 
     @property
     def trainer_here(self) -> TrainerConfig | None:

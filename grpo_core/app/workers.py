@@ -19,10 +19,6 @@ from grpo_core.loop.agreement import Tolerance
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.transports import find_transport
 
-POOL = "pool"
-"""Name of the engine that pools others: ``factory(make, workers, *, tolerance, deadline, hold)``."""
-
-
 AGENT_PROCESSES = 8
 """Largest number of processes of an agent, unless ``environment.workers`` is set."""
 
@@ -59,8 +55,7 @@ def make_engine(
 
     if config.workers == 1 and not placement.pooled:
         return one(0, setup)
-    make_pool = plugins.find("engine", POOL).load()
-    pool: Engine = make_pool(
+    pool: Engine = plugins.factory("engine", plugins.the_one("engine", "pools_engines"))(
         member,
         config.workers,
         tolerance=tolerance,
@@ -86,7 +81,7 @@ def workers_of(config: EngineConfig, plugins: PluginHost) -> int:
             )
     if number > 1:
         try:
-            plugins.find("engine", POOL)
+            plugins.the_one("engine", "pools_engines")
         except SelectionError as error:
             raise ConfigError(f"engine.workers = {number}: several engines are a pool; {error}") from error
     return number
@@ -149,7 +144,7 @@ def transport(
     elif from_here:
         return "shm"
     else:
-        chosen = "collective"
+        chosen = plugins.the_one("transport", "crosses_machines")
     offer = find_transport(chosen, plugins)
     declared = [set(plugins.find("engine", each.name).offer.transports) for each in engines]
     takes = set.intersection(*(each | {chosen} if "*" in each else each for each in declared))
@@ -162,8 +157,8 @@ def transport(
     host, near = f"engine.collective_host = {engine.collective_host!r}", is_loopback(engine.collective_host)
     if not from_here and not offer.remote:
         raise ConfigError(
-            f"{setting} needs a trainer on this machine, but this one is in workers, perhaps on "
-            'several: use "collective", or leave it out'
+            f"{setting} needs a trainer on this machine, but this one is in workers, perhaps on several: "
+            "leave it out"
         )
     if not from_here and not near:
         raise ConfigError(
@@ -177,6 +172,6 @@ def transport(
     if from_here and not offer.several and (placement.pooled or shared):
         raise ConfigError(
             f"{setting} is for one engine: a late one of several would read the trainer's next "
-            'weights; use "collective" or "shm"'
+            'weights; use "shm"'
         )
     return chosen

@@ -17,7 +17,8 @@ RAY = {"ray": "pip install 'grpo-core[ray]'"}
 
 @grpo_core.hookimpl
 def grpo_placements() -> Mapping[str, grpo_core.Offer]:
-    return {"ray": grpo_core.Offer("grpo_plugin_ray.placement:RayPlacement", requires=RAY)}
+    placement = "grpo_plugin_ray.placement:RayPlacement"
+    return {"ray": grpo_core.Offer(placement, requires=RAY, role="crosses_machines")}
 
 
 @grpo_core.hookimpl
