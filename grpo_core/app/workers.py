@@ -137,15 +137,14 @@ def transport(
     Raises ConfigError if an engine does not support it, PluginError for an unknown engine or transport.
     """
     engines = [engine] if validation is None else [engine, validation]
-    if validation is not None and validation.transport != "auto":
+    if validation is not None and (validation.transport != "auto" or validation.transport_options):
         raise ConfigError("validation.engine.transport: weights come to all engines by engine.transport")
-    if engine.transport != "auto":
-        chosen = engine.transport
-    elif from_here:
-        return "shm"
-    else:
-        chosen = plugins.the_one("transport", "crosses_machines")
-    offer = find_transport(chosen, plugins)
+    chosen = engine.transport
+    if chosen == "auto":
+        chosen = "shm" if from_here else plugins.the_one("transport", "crosses_machines")
+    offer = find_transport(chosen, plugins, engine.transport_options)
+    if engine.transport == "auto" and from_here:
+        return chosen
     declared = [set(plugins.find("engine", each.name).offer.transports) for each in engines]
     takes = set.intersection(*(each | {chosen} if "*" in each else each for each in declared))
     if chosen not in takes:
@@ -154,7 +153,7 @@ def transport(
             f"engine.transport = {chosen!r}: engine {names} takes weights by {', '.join(sorted(takes))} only"
         )
     setting, shared = f'engine.transport = "{engine.transport}"', any(each.workers > 1 for each in engines)
-    host, near = f"engine.collective_host = {engine.collective_host!r}", is_loopback(engine.collective_host)
+    host, near = f"engine.transport_options.host = {offer.host!r}", is_loopback(offer.host)
     if not from_here and not offer.remote:
         raise ConfigError(
             f"{setting} needs a trainer on this machine, but this one is in workers, perhaps on several: "

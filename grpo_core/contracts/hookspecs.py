@@ -76,7 +76,10 @@ class Transport:
     several: bool = True
     """Whether several engines may read, at their own pace."""
     remote: bool = False
-    """Whether the engines, or the ranks of the trainer, may be on other machines."""
+    """Whether the engines, or the ranks of the trainer, may be on other machines.  It then has an option
+    ``host``."""
+    host: str = "127.0.0.1"
+    """Address at which engines reach the trainer."""
     same_gpu: bool = False
     """Whether the engine reads the memory of the trainer's GPU, which it must see."""
     on_device: bool = False
@@ -293,4 +296,7 @@ def grpo_preflight() -> Mapping[str, Callable[..., Iterable[str]] | str]:  # typ
 
 @hookspec
 def grpo_transports() -> Mapping[str, Transport | str]:  # type: ignore[empty-body]
-    """Offer transports of weights: ``{name: Transport(...)}``; ``engine.transport`` selects one."""
+    """Offer transports of weights: ``{name: Transport(...)}``, or a function of its options that returns it.
+
+    ``engine.transport`` selects one.  The writer finds the options in ``setup.transport_options``.
+    """

@@ -34,13 +34,6 @@ def grpo_trainers() -> Mapping[str, TrainerOffer]:
 
 @hookimpl
 def grpo_transports() -> Mapping[str, Transport | Offer]:
-    collective = Transport(
-        writer="grpo_plugin_scale.weights.collective:writer",
-        reader="grpo_plugin_scale.weights.collective:pulled",
-        stream="grpo_plugin_scale.weights.collective:streamed",
-        remote=True,
-        on_device=True,
-    )
     return {
         "cuda_ipc": Transport(
             writer="grpo_plugin_scale.weights.cuda_ipc:writer",
@@ -49,5 +42,5 @@ def grpo_transports() -> Mapping[str, Transport | Offer]:
             same_gpu=True,
             on_device=True,
         ),
-        "collective": Offer(collective, role="crosses_machines"),
+        "collective": Offer("grpo_plugin_scale.config:collective", role="crosses_machines"),
     }
