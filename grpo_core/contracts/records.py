@@ -385,10 +385,6 @@ class Canary:
     """The likeliest next tokens, in falling order."""
     logprobs: tuple[float, ...]
     """Logprobs of these tokens, at temperature 1."""
-    before: Canary | None = None
-    """The same under older weights: they identify an engine that still uses those.  Only the core sets it."""
-    answer: tuple[int, float] | None = None
-    """The engine's likeliest token and its logprob under these weights.  Only the core sets it."""
 
 
 @frozen(kw_only=True)
@@ -576,11 +572,10 @@ class Recording:
     """A rollout as a player has played it."""
 
     segments: tuple[Segment, ...] = ()
-    """Each sampled token is in one of them."""
+    """Each sampled token is in one of them; a run of sampled tokens is one completion, with which a
+    segment ends."""
     messages: tuple[Message, ...] = ()
     """The conversation that ends with the last completion."""
-    turn_tokens: tuple[int, ...] = ()
-    """Number of tokens of each completion, in the order in which they stand in the segments."""
     tool_calls: int = 0
     """Number of tool calls that the model made."""
     finish_reason: EndReason = "stop"
@@ -593,9 +588,9 @@ class Recording:
     """The rollout's reward, if the player knows it."""
 
     @property
-    def turns(self) -> int:
-        """Number of completions."""
-        return len(self.turn_tokens)
+    def turn_tokens(self) -> tuple[int, ...]:
+        """Number of tokens of each completion, in the order in which they stand in the segments."""
+        return tuple(length for segment in self.segments for length in segment.tokens.completions)
 
 
 @frozen(kw_only=True)
