@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
-from attrs import NOTHING, cmp_using, field, frozen
+from attrs import NOTHING, asdict, cmp_using, field, frozen
 
 from grpo_core.contracts.advantages import reaches
 from grpo_core.contracts.errors import Fault, PluginError, Unavailable
@@ -164,12 +164,22 @@ class Feedback:
     """Why the episode is unscored."""
     unavailable: Unavailable | None = None
     """The service that judges the episode is away: it is judged again when the service answers."""
+
+
+@frozen(kw_only=True)
+class Judgement(Feedback):
+    """Feedback as the core hands it on: with what the core alone knows."""
+
     fault: Fault | None = field(default=None, eq=False)
-    """The exception behind ``error``, or why there is no reward; only the core sets it."""
+    """The exception behind ``error``, or why there is no reward."""
     lost: bool = False
-    """Whether the session died with its process, which something else ended; only the core sets it."""
+    """Whether the session died with its process, which something else ended."""
     left_out: Mapping[str, str] = field(factory=dict)
-    """Metrics that are not finite numbers, as text; only the core sets it."""
+    """Metrics that are not finite numbers, as text."""
+
+    @classmethod
+    def of(cls, feedback: Feedback) -> Judgement:
+        return feedback if isinstance(feedback, Judgement) else cls(**asdict(feedback, recurse=False))
 
 
 @frozen(kw_only=True)

@@ -29,8 +29,8 @@ from grpo_core.contracts.records import (
     Completion,
     EndReason,
     Episode,
-    Feedback,
     GenerationRequest,
+    Judgement,
     Message,
     Prompt,
     Recording,
@@ -171,7 +171,7 @@ class RolloutState:
 
         A rollout whose player fails because a limit refused a turn counts as played to its end.
         """
-        feedback = recording.feedback
+        feedback = None if recording.feedback is None else Judgement.of(recording.feedback)
         *self.segments, last = recording.segments or (self._segment(),)
         self.prompt_ids, self.parts, self.n_tokens = last.prompt_ids, [last.tokens], len(last.tokens)
         self.messages = recording.messages or self.messages
@@ -297,7 +297,7 @@ class RolloutState:
             completion_tokens=self.n_sampled,
         )
 
-    def apply_feedback(self, feedback: Feedback) -> bool:
+    def apply_feedback(self, feedback: Judgement) -> bool:
         """Apply the environment's feedback; return whether the conversation continues (``go_on``)."""
         if self.done:  # shown once more because its group is compared
             return False
