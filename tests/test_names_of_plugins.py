@@ -17,7 +17,6 @@ SELECTING = {
 }
 """Functions that take the name of an offer."""
 EXCEPTIONS = {
-    "app/provenance.py: ray, vllm": "libraries whose versions are recorded",
     "processes/client.py: http": "a scheme of addresses",
 }
 """Words that select no plugin, and what they are."""

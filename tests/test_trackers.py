@@ -501,7 +501,6 @@ def checked(*settings):
             ['tracking.trackers=["file"]'],
             r"no tracker 'file'\. Did you mean 'files'\? Installed: core:f",
         ),
-        (['tracking.trackers=["files", "files"]'], "tracking.trackers: 'files' is listed twice"),
         (["tracking.files.zip=true"], "tracker 'files' .* has no option 'zip'"),
         (["tracking.fils.compress=true"], r"tracking\.trackers does not select\. Did you mean 'files'\?"),
         (

@@ -164,11 +164,8 @@ class OptimizerOffer(Offer):
     """Makes a slot of its state from the slot's name and the tensors in it, if it consists of several."""
 
 
-OFFERS: Mapping[str, type[Offer]] = {
-    "engine": EngineOffer,
-    "trainer": TrainerOffer,
-    "optimizer": OptimizerOffer,
-}
+OFFERS: Mapping[str, type[Offer]]
+OFFERS = {"engine": EngineOffer, "trainer": TrainerOffer, "optimizer": OptimizerOffer}
 """Offers of the kinds of which the core has to know more."""
 
 

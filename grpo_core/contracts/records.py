@@ -314,12 +314,7 @@ class Completion:
     """``"stop"`` after a stop token or stop string, ``"length"`` after ``max_tokens``."""
 
     def __init__(
-        self,
-        *,
-        token_ids: ArrayLike,
-        logprobs: ArrayLike,
-        versions: ArrayLike,
-        finish_reason: FinishReason,
+        self, *, token_ids: ArrayLike, logprobs: ArrayLike, versions: ArrayLike, finish_reason: FinishReason
     ) -> None:
         from grpo_core.contracts.tokens import Tokens
 

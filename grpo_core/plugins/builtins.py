@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from grpo_core.contracts.hookspecs import (
-    EngineOffer,
-    Offer,
-    OptimizerOffer,
-    TrainerOffer,
-    hookimpl,
-)
+from grpo_core.contracts.hookspecs import EngineOffer, Offer, OptimizerOffer, TrainerOffer, hookimpl
 
 
 @hookimpl
@@ -25,10 +19,7 @@ def grpo_players() -> Mapping[str, str]:
 
 @hookimpl
 def grpo_samplers() -> Mapping[str, str]:
-    return {
-        "mix": "grpo_core.data.samplers:Mix",
-        "round_robin": "grpo_core.data.samplers:RoundRobin",
-    }
+    return {"mix": "grpo_core.data.samplers:Mix", "round_robin": "grpo_core.data.samplers:RoundRobin"}
 
 
 @hookimpl

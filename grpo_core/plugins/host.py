@@ -46,12 +46,7 @@ from grpo_core.models.files import taken_elsewhere
 from grpo_core.plugins.commands import Commands, allowed_names, names_of_command_plugins
 from grpo_core.plugins.files import module_name
 from grpo_core.plugins.hints import KEYS, install_command
-from grpo_core.plugins.installed import (
-    import_file,
-    import_plugin,
-    in_file,
-    installed,
-)
+from grpo_core.plugins.installed import import_file, import_plugin, in_file, installed
 from grpo_core.plugins.offers import (
     FUNCTIONS,
     HOOKS,
@@ -123,10 +118,7 @@ class PluginHost:
         host = cls()
         host.selection = PluginSelection(allow=None if allow is None else tuple(allow), block=tuple(block))
         core = Plugin(
-            name=BUILT_IN,
-            distribution="grpo-core",
-            version=__version__,
-            module="grpo_core.plugins.builtins",
+            name=BUILT_IN, distribution="grpo-core", version=__version__, module="grpo_core.plugins.builtins"
         )
         host._load(core, lambda: importlib.import_module(core.module))
         found = installed([BUILT_IN, PROGRAM])

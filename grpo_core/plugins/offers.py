@@ -190,12 +190,7 @@ def signature_of(factory: Factory) -> inspect.Signature | None:
 
 
 def check_options(
-    selected: Selected,
-    factory: Factory,
-    options: Mapping[str, Any],
-    *,
-    given: int | None,
-    more: str = "",
+    selected: Selected, factory: Factory, options: Mapping[str, Any], *, given: int | None, more: str = ""
 ) -> None:
     """Check names and types of options against the signature, which may be that of an attrs class.
 

@@ -9,10 +9,7 @@ from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.hookspecs import Transport
 from grpo_core.plugins.host import PluginHost
 
-SHM = Transport(
-    writer="grpo_core.weights.shm:writer",
-    reader="grpo_core.weights.shm:read",
-)
+SHM = Transport(writer="grpo_core.weights.shm:writer", reader="grpo_core.weights.shm:read")
 
 
 _found: dict[str, Transport] = {}

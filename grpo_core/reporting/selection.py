@@ -25,8 +25,6 @@ def check_trackers(config: TrackingConfig, host: PluginHost) -> None:
     """
     names = selected(config, host)
     for name in names:
-        if config.trackers.count(name) > 1:
-            raise ConfigError(f"tracking.trackers: {name!r} is listed twice")
         try:
             host.check_options("tracker", name, config.options.get(name, {}))
         except PluginError as error:
