@@ -49,6 +49,7 @@ def installs() -> dict[str, dict[str, str]]:
             names = found.setdefault(kind, {})
             pips = {name: of_extra.get(name, plugin.distribution) for name in offers}
             names |= {name.rstrip(":*") or plugin.name: pip for name, pip in pips.items()}
+            names |= {offer.role: pips[name] for name, offer in offers.items() if offer.role}
             of_plugin = names.setdefault(plugin.name, plugin.distribution)
             names |= {f"{plugin.name}:{name}": pip for name, pip in pips.items() if pip != of_plugin}
         for section in plugin.sections:

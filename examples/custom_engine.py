@@ -188,5 +188,5 @@ class DecodingBatch:
 
 
 @grpo.hookimpl
-def grpo_engines() -> dict[str, grpo.Offer]:
-    return {"mine": grpo.Offer(MyEngine, transports=("*",))}
+def grpo_engines() -> dict[str, grpo.EngineOffer]:
+    return {"mine": grpo.EngineOffer(MyEngine, transports=("*",))}

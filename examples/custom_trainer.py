@@ -224,5 +224,5 @@ class Server:
 
 
 @grpo.hookimpl
-def grpo_trainers() -> dict[str, grpo.Offer]:
-    return {"accelerated": grpo.Offer(Accelerated, check=Accelerated.check)}
+def grpo_trainers() -> dict[str, grpo.TrainerOffer]:
+    return {"accelerated": grpo.TrainerOffer(Accelerated, check=Accelerated.check)}

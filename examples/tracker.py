@@ -1,7 +1,7 @@
 """A tracker in a file: writes metrics of each step to a CSV file.
 
 grpo-core train --env math:sort \
-    --set 'tracking.trackers=["files", "terminal", "report", "./examples/tracker.py:Csv"]'
+    --set 'tracking.trackers=["files", "terminal", "*", "./examples/tracker.py:Csv"]'
 """
 
 import csv

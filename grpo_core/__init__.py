@@ -37,7 +37,10 @@ if TYPE_CHECKING:
     from grpo_core.contracts.errors import WeightSyncError as WeightSyncError
     from grpo_core.contracts.errors import did_you_mean as did_you_mean
     from grpo_core.contracts.hookspecs import Command as Command
+    from grpo_core.contracts.hookspecs import EngineOffer as EngineOffer
     from grpo_core.contracts.hookspecs import Offer as Offer
+    from grpo_core.contracts.hookspecs import OptimizerOffer as OptimizerOffer
+    from grpo_core.contracts.hookspecs import TrainerOffer as TrainerOffer
     from grpo_core.contracts.hookspecs import Transport as Transport
     from grpo_core.contracts.hookspecs import hookimpl as hookimpl
     from grpo_core.contracts.limits import Limits as Limits

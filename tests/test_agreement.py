@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import attrs
 import numpy as np
@@ -30,7 +31,7 @@ from grpo_core.contracts.records import (
 from grpo_core.contracts.tokens import Tokens
 from grpo_core.demo import tiny
 from grpo_core.loop import canary
-from grpo_core.loop.agreement import EXPLAINED, POWER, Agreement, Tolerance, agreement, difference
+from grpo_core.loop.agreement import EXPLAINED, POWER, Agreement, Known, Tolerance, agreement, difference
 from grpo_core.loop.canary import CONTEXTS, FRESH, LENGTH, Canaries
 from grpo_core.loop.rows import make_batch
 from grpo_core.training import model as models
@@ -76,14 +77,14 @@ def asked(
     again = first if kept else before + noise(chance)
     answers = again if stale else now + (first - before if kept else noise(chance))
     canaries = [
-        attrs.evolve(said(new), before=said(old, answer=(1, answer)))
+        said(new, before=said(old, answer=(1, answer)))
         for new, old, answer in zip(now.tolist(), before.tolist(), first.tolist(), strict=True)
     ]
     return agreement(canaries, [(1, answer) for answer in answers.tolist()], EXPLAINED["bfloat16"])
 
 
-def said(logprob: float, answer: tuple[int, float] | None = None) -> Canary:
-    return Canary(prompt_ids=(1,), token_ids=(1, 2), logprobs=(logprob, -30.0), answer=answer)
+def said(logprob: float, **more: Any) -> Known:
+    return Known(prompt_ids=(1,), token_ids=(1, 2), logprobs=(logprob, -30.0), **more)
 
 
 @pytest.mark.long
@@ -118,7 +119,7 @@ def test_the_power_bounds_how_often_the_older_weights_are_mistaken() -> None:
     for moved in (2.0, 4.0, 9.0):
         trials = chance.laplace(0.0, 1.0, (20_000, n))
         evidence = np.clip(np.abs(trials + moved) - np.abs(trials), -7.0, 7.0).sum(1)
-        canaries = [attrs.evolve(said(-1.0), before=said(-1.0 - moved * scale))] * n
+        canaries = [said(-1.0, before=said(-1.0 - moved * scale))] * n
         power = agreement(canaries, [(1, -1.0)] * n, EXPLAINED["bfloat16"]).power
         assert (evidence <= 0).mean() <= math.exp(-power)
     assert power == pytest.approx(n * (3.5 - math.log(4.5))), "a context counts no more than two nats"
@@ -127,7 +128,7 @@ def test_the_power_bounds_how_often_the_older_weights_are_mistaken() -> None:
 def test_an_engine_that_rounds_as_before_is_compared_by_what_has_moved() -> None:
     """The weights have moved by less than the engine always differs from the trainer."""
     tops = [-0.5 - i / 10 for i in range(CONTEXTS)]
-    canaries = [attrs.evolve(said(top - 0.04), before=said(top, answer=(1, top - 0.05))) for top in tops]
+    canaries = [said(top - 0.04, before=said(top, answer=(1, top - 0.05))) for top in tops]
 
     def found(moved: float) -> Agreement:
         return agreement(canaries, [(1, top - 0.05 - moved) for top in tops], EXPLAINED["bfloat16"])
@@ -153,7 +154,7 @@ def test_where_one_answer_would_match_all_contexts_a_match_proves_nothing(
     logprobs: list[float], dtype: str, shows: bool
 ) -> None:
     """An engine that ignores its contexts, or has wrong tensors, would match as well."""
-    canaries = [attrs.evolve(said(now), before=said(now - 1.0, answer=(1, now - 1.0))) for now in logprobs]
+    canaries = [said(now, before=said(now - 1.0, answer=(1, now - 1.0))) for now in logprobs]
     right = agreement(canaries, [(1, now) for now in logprobs], EXPLAINED[dtype])
     assert right.power > POWER
     assert not right.fault
@@ -164,7 +165,7 @@ def test_where_one_answer_would_match_all_contexts_a_match_proves_nothing(
 
 
 def test_answers_with_different_tokens_show_that_the_contexts_are_read() -> None:
-    sure = [Canary(prompt_ids=(1,), token_ids=(i, 99), logprobs=(-0.001, -8.0)) for i in range(CONTEXTS)]
+    sure = [Known(prompt_ids=(1,), token_ids=(i, 99), logprobs=(-0.001, -8.0)) for i in range(CONTEXTS)]
     older = [attrs.evolve(each, logprobs=(-1.0, -8.0), answer=(each.token_ids[0], -1.0)) for each in sure]
     canaries = [attrs.evolve(now, before=before) for now, before in zip(sure, older, strict=True)]
     assert agreement(canaries, [(i, -0.001) for i in range(CONTEXTS)], EXPLAINED["bfloat16"]).proves
@@ -173,7 +174,7 @@ def test_answers_with_different_tokens_show_that_the_contexts_are_read() -> None
 def test_a_match_that_spares_a_context_proves_nothing() -> None:
     """It may be a near tie of experts, or a wrong tensor that matters there."""
     tops = [-0.5 - i / 10 for i in range(CONTEXTS)]
-    canaries = [attrs.evolve(said(top), before=said(top - 1.0, answer=(1, top - 1.0))) for top in tops]
+    canaries = [said(top, before=said(top - 1.0, answer=(1, top - 1.0))) for top in tops]
     for spared, proves in ((0.9, True), (1.1, False)):
         answers = [(1, tops[0] - spared), *((1, top) for top in tops[1:])]
         found = agreement(canaries, answers, EXPLAINED["bfloat16"])
@@ -299,7 +300,9 @@ def test_movement_adds_up_over_the_steps_until_a_sync_is_proved() -> None:
         weights = Weights(version=version, location="", nbytes=0, tensors=(), canary=(known,))
         weights = canaries.published(weights)
         canaries.verified(weights, Agreement(answers=((1, -1.0),), proves=proved))
-        older = weights.canary[0].before
+        (published,) = weights.canary
+        assert isinstance(published, Known)
+        older = published.before
         return None if older is None else -older.logprobs[0] - 1
 
     assert before(0, proved=False) is None, "nothing precedes the first version"

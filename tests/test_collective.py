@@ -23,13 +23,13 @@ from attrs import evolve
 from ends import CPU, Engine, Trainer, ends
 from fake_gpus import GPU, ProcessGroup
 
-from grpo_core.config import build
 from grpo_core.config.setup import TrainerSetup
-from grpo_core.contracts.errors import ConfigError, ModelError, WeightSyncError
+from grpo_core.contracts.errors import ConfigError, ModelError, PluginError, WeightSyncError
 from grpo_core.contracts.records import EngineSetup, GenerationRequest
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.engines.local.server import Server
 from grpo_core.loop.agreement import Tolerance
+from grpo_core.testing import make_offer
 from grpo_core.training.ranks import Alone
 from grpo_core.weights.reading import read_weights
 from grpo_plugin_devkit.decoding import EngineUnderTest, make_test_model
@@ -454,7 +454,7 @@ def test_the_trainer_listens_at_the_first_free_port_of_its_range():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
-            ConfigError, match=rf"port {port}: .*in use.*set engine\.collective_host.*collective_ports"
+            ConfigError, match=rf"port {port}: .*in use.*set engine\.transport_options: host.*ports"
         ):
             CollectiveWriter(CPU, "127.0.0.1", [port])
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -466,7 +466,7 @@ def test_the_trainer_listens_at_the_first_free_port_of_its_range():
 
 def test_an_address_of_another_machine_is_one_clear_error():
     with pytest.raises(
-        ConfigError, match=r"cannot listen at '192\.0\.2\.1', any port: .*engine\.collective_host"
+        ConfigError, match=r"cannot listen at '192\.0\.2\.1', any port: .*engine\.transport_options"
     ):
         CollectiveWriter(CPU, "192.0.2.1")
 
@@ -474,12 +474,11 @@ def test_an_address_of_another_machine_is_one_clear_error():
 def test_the_trainer_takes_its_ports_from_the_configuration():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    config = build([{"engine": {"transport": "collective", "collective_ports": [port, port]}}])
-    setup = TrainerSetup(transport="collective", collective_ports=config.engine.collective_ports)
+    setup = TrainerSetup(transport="collective", transport_options={"ports": [port, port]})
     assert collective.writer(setup, CPU, Alone())._socket.getsockname()[1] == port
 
 
-@pytest.mark.parametrize("ports", [[0, 1], [2, 1], [1, 65536], [-1, 5]])
+@pytest.mark.parametrize("ports", [[0, 1], [2, 1], [1, 65536], [-1, 5], [1]])
 def test_ports_that_cannot_be_are_refused(ports):
-    with pytest.raises(ConfigError, match=r"'engine'.*'collective_ports' must be"):
-        build([{"engine": {"collective_ports": ports}}])
+    with pytest.raises(PluginError, match=r"engine\.transport_options\.ports = .*: expected \[first, last"):
+        make_offer("transport", "collective", ports=ports)

@@ -25,6 +25,7 @@ from grpo_core import advantages
 from grpo_core.api.reward import added, environment_of
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.pool import EVERY, EnvironmentPool
+from grpo_core.kit import Judgement
 from grpo_core.testing import FakeEngine, FakeEnvironment, HostedEnvironment
 from grpo_plugin_algorithms.shaping import ShapingConfig
 from grpo_plugin_devkit.objectives import a_group
@@ -119,7 +120,7 @@ def test_answer_train_and_states_are_of_all_turns():
 def test_a_metric_that_one_turn_cannot_give_has_no_value(odd, rule):
     """A part that is left would pass for the whole."""
     turns = [
-        grpo.Feedback(reward=0.0, **({"left_out": {"m": "nan"}} if i == odd else {"metrics": {"m": 1.0}}))
+        Judgement(reward=0.0, **({"left_out": {"m": "nan"}} if i == odd else {"metrics": {"m": 1.0}}))
         for i in range(3)
     ]
     rollout = conversation(turns, {"m": rule})
@@ -223,7 +224,7 @@ FILE = """
 
     @grpo.hookimpl
     def grpo_engines():
-        return {{"said": grpo.Offer(Said, gives="text")}}
+        return {{"said": grpo.EngineOffer(Said, gives="text")}}
 """
 
 

@@ -30,7 +30,7 @@ class Marked(grpo.Environment):
 
 @grpo.hookimpl
 def grpo_engines():
-    return {"unreadable": grpo.Offer(Unreadable, requires={"no_such_module": "pip install no-such"})}
+    return {"unreadable": grpo.EngineOffer(Unreadable, requires={"no_such_module": "pip install no-such"})}
 
 class Unreadable:
     def __init__(self, setup):
@@ -135,7 +135,7 @@ def test_a_model_that_does_not_exist_starts_nothing(here, chosen):
         (["--engine", "vllm:http"], "there is no engine 'vllm:http': pip install grpo-plugin-vllm"),
         (["--model", "smollm2"], "there is no model 'smollm2': pip install grpo-plugin-smollm2"),
         (["--env", "math:sort"], "there is no environment 'math:sort': pip install grpo-plugin-math"),
-        (["--ray"], "there is no placement 'ray': pip install 'grpo-core[ray]'"),
+        (["--ray"], "there is no placement that crosses machines: pip install 'grpo-core[ray]'"),
         (["--env", "reasoning_gym:gcd"], "pip install grpo-plugin-reasoning-gym"),
     ],
     ids=str,

@@ -19,7 +19,7 @@ from grpo_core.config import EnvironmentConfig
 from grpo_core.contracts.errors import PluginError
 from grpo_core.contracts.incidents import reported_to
 from grpo_core.contracts.playing import EnvironmentClient
-from grpo_core.contracts.records import Episode, Feedback, Prompt
+from grpo_core.contracts.records import Episode, Feedback, Judgement, Prompt
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.environments.host import EnvironmentHost
 from grpo_core.environments.process import EnvironmentProcess
@@ -186,16 +186,19 @@ def test_results_become_feedback():
 
     given = [1, True, 0.5, Exact(), None, Feedback(reward=2, metrics={"form": 1}), Feedback(error="no judge")]
     assert as_feedback(given, 7, "who") == [
-        Feedback(reward=1.0),
-        Feedback(reward=1.0),
-        Feedback(reward=0.5),
-        Feedback(reward=0.25),
-        Feedback(),
-        Feedback(reward=2.0, metrics={"form": 1.0}),
-        Feedback(error="no judge"),
+        Judgement(reward=1.0),
+        Judgement(reward=1.0),
+        Judgement(reward=0.5),
+        Judgement(reward=0.25),
+        Judgement(),
+        Judgement(reward=2.0, metrics={"form": 1.0}),
+        Judgement(error="no judge"),
     ]
     assert type(as_feedback([True], 1, "who")[0].reward) is float
-    assert as_feedback((float(x) for x in range(2)), 2, "who") == [Feedback(reward=0.0), Feedback(reward=1.0)]
+    assert as_feedback((float(x) for x in range(2)), 2, "who") == [
+        Judgement(reward=0.0),
+        Judgement(reward=1.0),
+    ]
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, 1e308, -1e300, 10**400])
@@ -210,11 +213,13 @@ def test_a_non_finite_reward_is_unscored(reward, wrap):
     assert feedback.done
     told = math.inf if reward == 10**400 else reward
     assert feedback.error == f"reward is {told}, expected a number between -1e+300 and 1e+300"
-    assert as_feedback([9e299], 1, "who") == [Feedback(reward=9e299)]
+    assert as_feedback([9e299], 1, "who") == [Judgement(reward=9e299)]
 
 
 def test_an_error_with_a_reward_is_unscored():
-    assert as_feedback([Feedback(reward=1.0, error="judge away")], 1, "who") == [Feedback(error="judge away")]
+    assert as_feedback([Feedback(reward=1.0, error="judge away")], 1, "who") == [
+        Judgement(error="judge away")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -282,8 +287,8 @@ NO_NUMBERS = {
 def test_a_metric_and_a_reward_may_be_any_kind_of_number(kind):
     given, number = NUMBERS[kind]
     first, second = as_feedback([Feedback(reward=1.0, metrics={"speed": given}), given], 2, "who")
-    assert first == Feedback(reward=1.0, metrics={"speed": number})
-    assert second == Feedback(reward=number)
+    assert first == Judgement(reward=1.0, metrics={"speed": number})
+    assert second == Judgement(reward=number)
     assert {type(first.metrics["speed"]), type(second.reward)} == {float}
 
 
@@ -303,7 +308,7 @@ def test_a_metric_that_is_not_a_number_is_left_out_and_its_reward_stays(kind):
 @pytest.mark.parametrize("given", [None, [1.0], 0.5])
 def test_metrics_without_names_are_left_out_as_a_whole(given):
     (feedback,) = as_feedback([Feedback(reward=1.0, metrics=given)], 1, "who")
-    assert feedback == Feedback(reward=1.0, left_out={"metrics": repr(given)})
+    assert feedback == Judgement(reward=1.0, left_out={"metrics": repr(given)})
 
 
 # ---------------------------------------------------------------------------------- prompts
@@ -370,7 +375,7 @@ def test_an_environment_runs_in_a_process_without_cuda(scenes):
             await process.evaluate(episodes("x", "pid")),
             await process.evaluate(episodes("cuda")),
         )
-        assert here == cuda == Feedback(reward=1.0)
+        assert here == cuda == Judgement(reward=1.0)
         assert there.reward != os.getpid()
         assert process.max_turns == 3
         assert process.starts == 1
@@ -378,7 +383,7 @@ def test_an_environment_runs_in_a_process_without_cuda(scenes):
         assert [prompt.environment for prompt in prompts] == ["play"] * 3
         assert await process.solve(prompts) == ["0", "1", "2"]
         (more,) = await process.evaluate(episodes("more"))
-        assert more == Feedback(done=False, messages="go on", metrics={"a": 1.0})
+        assert more == Judgement(done=False, messages="go on", metrics={"a": 1.0})
         environment: EnvironmentClient = process
         assert await environment.evaluate([]) == []
 
@@ -456,8 +461,8 @@ def heard(scenes, story, **options):
 def test_a_batch_that_fails_while_its_parts_succeed_is_reported(scenes):
     async def story(process):
         for _ in range(2):
-            assert await process.evaluate(episodes(*"abcd")) == [Feedback(reward=1.0)] * 4
-        assert await process.evaluate(episodes("a")) == [Feedback(reward=1.0)]
+            assert await process.evaluate(episodes(*"abcd")) == [Judgement(reward=1.0)] * 4
+        assert await process.evaluate(episodes("a")) == [Judgement(reward=1.0)]
 
     incidents = heard(scenes, story, mode="no batches")
     assert [(i.kind, i.message) for i in incidents] == [
@@ -490,7 +495,7 @@ def test_an_environment_that_dies_between_two_calls_is_reported_once(scenes):
         await process.evaluate(episodes("a"))
         os.kill(process._child.pid, signal.SIGKILL)
         await process._child.died()
-        assert await process.evaluate(episodes("a")) == [Feedback(reward=1.0)]
+        assert await process.evaluate(episodes("a")) == [Judgement(reward=1.0)]
 
     (death,) = heard(scenes, story)
     assert (death.kind, death.message) == ("died", "died (killed by SIGKILL); it is started again")
@@ -524,7 +529,7 @@ def test_what_an_environment_has_started_never_outlives_it(scenes, end):
 def test_a_single_episode_is_not_tried_twice(scenes):
     async def story(process):
         await process.evaluate(episodes("raise"))
-        assert await process.evaluate(episodes("calls")) == [Feedback(reward=2.0)]
+        assert await process.evaluate(episodes("calls")) == [Judgement(reward=2.0)]
 
     run(scenes, story)
 
@@ -544,7 +549,7 @@ def test_an_environment_that_always_fails_is_not_tried_forever(scenes):
     async def story(process):
         results = await process.evaluate(episodes(*["raise"] * 50))
         assert [v.error for v in results] == [f"{RAISES}: KeyError: 'gold'"] * 50
-        assert await process.evaluate(episodes("calls")) == [Feedback(reward=22.0)]
+        assert await process.evaluate(episodes("calls")) == [Judgement(reward=22.0)]
 
     run(scenes, story)
 
@@ -556,7 +561,7 @@ def test_a_caller_that_goes_away_takes_the_call_along(scenes):
         hanging = asyncio.create_task(process.evaluate(episodes("hang")))
         await asyncio.sleep(0)  # the call is on its way
         hanging.cancel()
-        assert await process.evaluate(episodes("a")) == [Feedback(reward=1.0)]
+        assert await process.evaluate(episodes("a")) == [Judgement(reward=1.0)]
         assert process.starts == 2
 
     run(scenes, story)

@@ -96,10 +96,9 @@ def checked(host: PluginHost, table: dict[str, Any]) -> None:
         ({"shaping": {"weights": {"a": inf}}}, r"'weights' must be finite numbers"),
         ({"shaping": {"source": [nan, 1.0]}}, r"'shaping\.source\[0\]': expected a number, got nan"),
         ({"engine": {"placement": "spread"}}, r"engine\.placement = \"spread\" does nothing without workers"),
-        ({"engine": {"collective_ports": [29500, 29510]}}, r"collective_ports .* without weights through"),
         (
-            {"validation": {"engine": {"collective_host": "10.0.0.1"}}},
-            r"validation\.engine\.collective_host = .* does nothing without weights through the network",
+            {"validation": {"engine": {"transport_options": {"host": "10.0.0.1"}}}},
+            r"validation\.engine\.transport: weights come to all engines by engine\.transport",
         ),
         (
             {"sampler": {"name": "round_robin"}, "tasks": {"sort": {"weight": 0.1}}},
@@ -131,7 +130,7 @@ def test_a_key_without_effect_is_refused(host: PluginHost, table: dict[str, Any]
         {"advantage": {"clip_low": -inf, "clip_high": inf}},
         {"validation": {"name": "pipelined", "top_p": 0.9, "top_k": 5}},
         {"validation": {"pause": True}},
-        {"engine": {"transport": "collective", "collective_ports": [29500, 29510]}},
+        {"engine": {"transport": "collective", "transport_options": {"ports": [29500, 29510]}}},
         {"tasks": {"sort": {"weight": 0.5}}},
         {"validation": {"top_p": 0.9, "sets": {"other": {"task": "sort", "name": "pass_at_k"}}}},
     ],
@@ -168,7 +167,7 @@ def check(*, nesterov=False):
 
 @grpo_core.hookimpl
 def grpo_optimizers():
-    return {"checked": grpo_core.Offer(sgd, check=check)}
+    return {"checked": grpo_core.OptimizerOffer(sgd, check=check)}
 """
 
 

@@ -26,7 +26,7 @@ from grpo_core.contracts.incidents import (
     reported_to,
 )
 from grpo_core.contracts.protocols import Tracker
-from grpo_core.contracts.records import Feedback
+from grpo_core.contracts.records import Judgement
 from grpo_core.reporting.files import plain
 from grpo_core.reporting.trackers import Trackers
 from grpo_core.testing import FakeEngine, FakeEnvironment, run
@@ -245,8 +245,8 @@ def lost_by_the_engine():
 
 
 def without(**feedback):
-    fault = first_time(Feedback(**feedback))
-    return None, lambda episode: fault(episode.group) or Feedback(reward=float(episode.reply == "a"))
+    fault = first_time(Judgement(**feedback))
+    return None, lambda episode: fault(episode.group) or Judgement(reward=float(episode.reply == "a"))
 
 
 CAUSES = {
@@ -288,8 +288,8 @@ def test_rollouts_that_are_played_again_are_one_incident_for_each_attempt_of_a_g
 def test_a_skipped_prompt_is_an_incident_after_those_of_its_attempts():
     def feedback(episode):
         if episode.prompt.id == "2":
-            return Feedback(error="ValueError: bad row")
-        return Feedback(reward=1.0 if episode.reply == "a" else 0.0)
+            return Judgement(error="ValueError: bad row")
+        return Judgement(reward=1.0 if episode.reply == "a" else 0.0)
 
     done, events = faulty(None, feedback, max_retries=2)
     assert len(done.of(PromptSkipped)) == 1

@@ -7,7 +7,7 @@ from collections import deque
 import pytest
 
 from grpo_core import Canary, Completion, EngineError, GenerationRequest, Weights, WeightSyncError
-from grpo_core.contracts.hookspecs import Offer
+from grpo_core.contracts.hookspecs import EngineOffer
 from grpo_core.engines import wire
 from grpo_core.kit import DecodingServer, check_request
 from grpo_core.processes.served import Call
@@ -269,8 +269,8 @@ def test_a_server_that_rests_makes_no_step_until_it_is_woken():
 
 
 def test_an_offer_names_the_transports_of_its_engines():
-    assert Offer(FakeEngine).transports == ("shm",)
-    assert Offer(FakeEngine, transports=("cuda_ipc", "shm")).transports == ("cuda_ipc", "shm")
+    assert EngineOffer(FakeEngine).transports == ("shm",)
+    assert EngineOffer(FakeEngine, transports=("cuda_ipc", "shm")).transports == ("cuda_ipc", "shm")
 
 
 def test_the_contract_of_an_engine_says_what_was_asked_when_it_fails():

@@ -235,7 +235,7 @@ def uphill(groups):
     return torch.optim.SGD([group.for_torch() for group in groups], maximize=True)
 
 
-declares_nothing_that_it_keeps = grpo.Offer(
+declares_nothing_that_it_keeps = grpo.OptimizerOffer(
     decoupled, state=lambda name, shape, **options: {"velocity": (shape, "float32")}
 )
 

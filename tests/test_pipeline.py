@@ -32,7 +32,7 @@ from grpo_core.contracts.events import (
     WarningRaised,
 )
 from grpo_core.contracts.incidents import reported_to
-from grpo_core.contracts.records import Completion, Feedback, GenerationRequest
+from grpo_core.contracts.records import Completion, Feedback, GenerationRequest, Judgement
 from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.dynamic import DynamicSampling
@@ -214,7 +214,7 @@ def undefined(episode):
     right = episode.reply == "a"
     left_out = {"distance": "nan"} if right else {}
     metrics = {} if right else {"distance": 0.5}
-    return Feedback(reward=float(right), metrics=metrics, left_out=left_out)
+    return Judgement(reward=float(right), metrics=metrics, left_out=left_out)
 
 
 def test_a_metric_that_only_failures_have_costs_no_success_its_reward():
@@ -238,7 +238,7 @@ def test_a_metric_that_is_paid_is_a_reward_and_without_it_a_rollout_is_played_ag
         first = episode.prompt.id not in seen
         seen.add(episode.prompt.id)
         return (
-            Feedback(reward=1.0, left_out={"form": "nan"})
+            Judgement(reward=1.0, left_out={"form": "nan"})
             if first
             else Feedback(metrics={"form": 1.0}, reward=1.0)
         )

@@ -74,14 +74,7 @@ class Forgets(Drafts):
         return grpo.Recording(
             segments=recording.segments[:1],
             messages=recording.messages,
-            turn_tokens=recording.turn_tokens[:1],
         )
-
-
-class Miscounts(Drafts):
-    async def play(self, play):
-        recording = await super().play(play)
-        return grpo.Recording(segments=recording.segments, turn_tokens=recording.turn_tokens[:1])
 
 
 class Talks(Drafts):
@@ -90,7 +83,6 @@ class Talks(Drafts):
         said = [(await play.generate(ids))[0] for _ in range(3)]
         return grpo.Recording(
             segments=tuple(grpo.Segment(prompt_ids=ids, tokens=each.tokens) for each in said),
-            turn_tokens=tuple(len(each.tokens) for each in said),
         )
 
 
@@ -103,7 +95,6 @@ class Mixes(Drafts):
         return grpo.Recording(
             segments=recording.segments,
             messages=({"role": "user", "content": str(self.turn)}, *recording.messages[1:]),
-            turn_tokens=recording.turn_tokens,
         )
 
 
@@ -116,7 +107,6 @@ class Silent(Drafts):
     ("broken", "told"),
     [
         (Forgets, "the engine sampled 24 tokens, and the recordings have 12"),
-        (Miscounts, "6 sampled tokens in its segments, and 3 in turn_tokens"),
         (Talks, "3 completions of a rollout with max_turns = 1"),
         (Mixes, "keep a rollout's state in variables of play"),
         (Silent, "its player sampled no completion"),
@@ -180,8 +170,8 @@ def test_a_player_that_is_not_installed_is_refused_with_the_command_that_install
     host = PluginHost.discover()
     host.plugins = [plugin for plugin in host.plugins if plugin.name != "agents"]
     expected = (
-        "task 'words': its environment defines run; there is no player 'agents': "
+        "task 'words': its environment defines run; there is no player that plays agents: "
         "pip install grpo-plugin-agents"
     )
     with pytest.raises(PluginError, match=re.escape(expected)):
-        make_player(host, "agents", PlayerSetup(tasks={"words": True}), {})
+        make_player(host, None, PlayerSetup(tasks={"words": True}), {})

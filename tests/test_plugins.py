@@ -16,7 +16,7 @@ from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.contracts.records import Episode, Prompt
 from grpo_core.plugins.files import FILE_PREFIX, module_name
 from grpo_core.plugins.hints import install_command
-from grpo_core.plugins.host import HOOKS, PluginHost, listing
+from grpo_core.plugins.host import HOOKS, Plugin, PluginHost, listing
 from grpo_plugin_devkit.objectives import a_group
 
 VERSION = grpo_core.__version__
@@ -188,6 +188,10 @@ BROKEN = {
         "import grpo_core as g\n@g.hookimpl\ndef grpo_samplers(): return {'mix': 3}",
         "grpo_samplers() offers 'mix' as 3: expected a callable",
     ),
+    "offer of another kind": (
+        "import grpo_core as g\n@g.hookimpl\ndef grpo_engines(): return {'mine': g.Offer('a:b')}",
+        "grpo_engines() offers 'mine' as Offer: use EngineOffer",
+    ),
     "raises": (
         "import grpo_core as g\n@g.hookimpl\ndef grpo_samplers(): 1 / 0",
         "ZeroDivisionError: division",
@@ -231,6 +235,21 @@ def test_the_requirement_on_grpo_core_is_checked_again(install, requires, error)
 
 
 # ---------------------------------------------------------------------------------- names
+
+
+def test_an_offer_is_found_by_its_role_which_one_plugin_may_have():
+    host = PluginHost()
+    assert host.in_role("player", "plays_agents") == []
+    with pytest.raises(PluginError, match="no player that plays agents: pip install grpo-plugin-agents"):
+        host.the_one("player", "plays_agents")
+    for name in ("one", "other"):
+        offers = {name: grpo_core.Offer(print, role="plays_agents"), "plain": grpo_core.Offer(print)}
+        host.plugins.append(
+            Plugin(name=name, distribution="", version="", module="", offers={"player": offers})
+        )
+        assert host.in_role("player", "plays_agents")[-1] == name
+    with pytest.raises(PluginError, match="each of one, other is a player that plays agents; leave out"):
+        host.the_one("player", "plays_agents")
 
 
 def test_an_offer_is_found_bare_and_behind_its_plugin(install):

@@ -891,7 +891,7 @@ class AtTheClose(grpo.Tracker):
     def close(self):
         os.kill(os.getpid(), signal.SIGKILL)
 """
-TRACKERS = ["files", "terminal", "report"]
+TRACKERS = ["files", "terminal", "*"]
 
 
 @pytest.mark.slow

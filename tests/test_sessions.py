@@ -16,7 +16,7 @@ from grpo_core.config import EnvironmentConfig
 from grpo_core.contracts.errors import PluginError, Unavailable
 from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.protocols import Environment, Tool
-from grpo_core.contracts.records import Episode, Feedback, Prompt, SessionStart, Weights
+from grpo_core.contracts.records import Episode, Feedback, Judgement, Prompt, SessionStart, Weights
 from grpo_core.environments.host import EnvironmentHost
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
@@ -179,7 +179,7 @@ def test_sessions_are_opened_played_and_closed_in_the_process(file):
         await environment.close(["0", "1", "no such session"])
         await environment.close(["0"])
         assert await environment.evaluate([saying("9")]) == [
-            Feedback(error="its session ended with the process that held it", lost=True)
+            Judgement(error="its session ended with the process that held it", lost=True)
         ]
         return process.starts
 
@@ -221,7 +221,7 @@ def test_sessions_die_with_their_process_and_their_rollouts_are_lost(file, death
             await process.evaluate([saying("2"), saying("7")]),
         )
         assert third.lost
-        assert kept == [seventh] == [Feedback(reward=0.0)]
+        assert kept == [seventh] == [Judgement(reward=0.0)]
         await process.close(["2", "7"])
         return process.starts
 
@@ -247,7 +247,7 @@ def test_a_session_that_kills_while_it_is_opened_is_found(file):
         first, dead, third = await process.open(asked("a", "die", "c"))
         assert [first.error, third.error] == [None, None]
         assert "died (killed by SIGKILL)" in dead.error
-        assert await process.evaluate([saying("2")]) == [Feedback(reward=0.0)]
+        assert await process.evaluate([saying("2")]) == [Judgement(reward=0.0)]
 
     tell(file, story)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from grpo_core.config import EnvironmentConfig
 from grpo_core.contracts.errors import ChildDied, PluginError
 from grpo_core.contracts.incidents import reported_to
-from grpo_core.contracts.records import Episode, Feedback, Prompt, SessionStart
+from grpo_core.contracts.records import Episode, Judgement, Prompt, SessionStart
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.plugins.selection import PluginSelection
@@ -587,6 +587,6 @@ def test_a_test_of_a_judge_with_slots_gives_it_one_episode_at_a_time():
 
     judge = Judge()
     hosted = HostedEnvironment(judge)
-    assert finished(hosted.evaluate(saying("a", "b"))) == [Feedback(reward=1.0)] * 2
+    assert finished(hosted.evaluate(saying("a", "b"))) == [Judgement(reward=1.0)] * 2
     finished(hosted.aclose())
     assert judge.closed

@@ -178,3 +178,14 @@ def test_an_id_beyond_32_bits_is_refused_and_does_not_wrap_around(kind, beyond):
     with pytest.raises(ValueError, match="32-bit integer"):
         as_ids(kind([1, beyond]))
     assert as_ids(kind([2**31 - 1, -(2**31)])).tolist() == [2**31 - 1, -(2**31)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), max_size=4), st.integers(0, 3))
+def test_a_run_of_sampled_tokens_is_a_completion_and_the_last_may_be_empty(parts, last):
+    made = [Tokens.concatenate([generated(n), Tokens.context([7] * between)]) for n, between in parts]
+    tokens = Tokens.concatenate([*made, generated(last)])
+    assert tokens.completions == (*(n for n, _ in parts if n), last)
+
+
+def generated(n):
+    return Tokens.generated([5] * n, [-1.0] * n, [0] * n)

@@ -229,7 +229,7 @@ def test_an_offer_that_extends_the_core_takes_its_place_where_its_plugin_is_inst
     assert both.find("trainer", "torch").plugin.name == "scale"
     assert both.find("trainer", "core:torch").plugin.name == "core"
     assert alone.find("trainer", "torch").plugin.name == "core"
-    both.add({"trainer": {"torch": grpo.Offer(FakeTrainer, extends_core=True)}})
+    both.add({"trainer": {"torch": grpo.TrainerOffer(FakeTrainer, extends_core=True)}})
     with pytest.raises(grpo.PluginError, match=r"write 'scale:torch' or 'program:torch'"):
         both.find("trainer", "torch")
 

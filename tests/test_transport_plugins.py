@@ -124,6 +124,8 @@ def test_a_transport_that_is_not_installed_is_refused_with_the_command_that_inst
         PluginError, match="there is no transport 'collective': pip install grpo-plugin-scale"
     ):
         transport(config, None, LocalPlacement(host), host)
+    with pytest.raises(PluginError, match=r"transport 'shm' .* has no option 'ports'"):
+        transport(EngineConfig(transport_options={"ports": [1, 2]}), None, LocalPlacement(host), host)
 
 
 @pytest.mark.parametrize("name", ["shm", "cuda_ipc", "collective"])

@@ -326,7 +326,7 @@ def test_a_trainer_that_is_gone_is_an_error_with_a_name():
         CollectiveWriter(CPU, "127.0.0.1").write(1, named(1.0)),
         location=f'collective:["127.0.0.1", {port}, "secret", 1]',
     )
-    with pytest.raises(WeightSyncError, match=r"did not arrive.*Connection refused.*engine\.collective_host"):
+    with pytest.raises(WeightSyncError, match=r"did not arrive.*Connection refused.*transport_options\.host"):
         read_weights(weights)
 
 
@@ -424,6 +424,7 @@ class Cluster(LocalPlacement):
 
 
 ALONE, JOINED = Cluster(remote=False), Cluster(remote=True)
+FAR = {"host": "10.0.0.1"}
 GPUS, TWO = EngineConfig(gpus_per_worker=1), EngineConfig(workers=2)
 
 
@@ -434,7 +435,7 @@ GPUS, TWO = EngineConfig(gpus_per_worker=1), EngineConfig(workers=2)
         (TWO, None, HERE, "shm"),
         (EngineConfig(), None, ALONE, "shm"),
         (GPUS, None, ALONE, "shm"),
-        (evolve(GPUS, collective_host="10.0.0.1"), None, JOINED, "shm"),
+        (evolve(GPUS, transport="collective", transport_options=FAR), None, JOINED, "collective"),
         (EngineConfig(transport="cuda_ipc"), None, HERE, "cuda_ipc"),
         (evolve(TWO, transport="collective"), None, HERE, "collective"),
         (EngineConfig(), TWO, HERE, "shm"),
@@ -449,20 +450,20 @@ def test_the_default_transport_is_the_one_that_has_been_tested_everywhere(
 @pytest.mark.parametrize(
     ("engine", "validation", "placement", "message"),
     [
-        (evolve(TWO, transport="cuda_ipc"), None, HERE, r'"cuda_ipc" is for one engine.*"collective"'),
+        (evolve(TWO, transport="cuda_ipc"), None, HERE, r'"cuda_ipc" is for one engine.*"shm"'),
         (EngineConfig(transport="cuda_ipc"), TWO, HERE, '"cuda_ipc" is for one engine'),
         (EngineConfig(transport="cuda_ipc"), None, ALONE, '"cuda_ipc" is for one engine'),
         (
             EngineConfig(transport="collective"),
             None,
             JOINED,
-            r"cannot reach engine\.collective_host = '127\.0\.0\.1'",
+            r"cannot reach engine\.transport_options\.host = '127\.0\.0\.1'",
         ),
         (
-            EngineConfig(transport="collective", collective_host="127.0.0.2"),
+            EngineConfig(transport="collective", transport_options={"host": "127.0.0.2"}),
             None,
             JOINED,
-            r"cannot reach engine\.collective_host = '127\.0\.0\.2'",
+            r"cannot reach engine\.transport_options\.host = '127\.0\.0\.2'",
         ),
         (
             EngineConfig(name="tests/test_transports.py:Elsewhere", transport="collective"),

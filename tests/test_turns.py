@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import grpo_core as grpo
 from grpo_core.contracts.errors import EngineError
-from grpo_core.contracts.records import Completion, Feedback, Weights
+from grpo_core.contracts.records import Completion, Feedback, Judgement, Weights
 from grpo_core.contracts.tokens import Tokens
 from grpo_core.engines.wrapped import LimitedEngine
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
@@ -204,7 +204,7 @@ def test_a_metric_that_is_not_a_number_in_a_turn_has_no_value():
     def feedback(episode):
         given = ({"speed": 1.0, "form": 1.0}, {"form": 2.0})[episode.turn]
         left_out = ({}, {"speed": "nan"})[episode.turn]
-        return Feedback(
+        return Judgement(
             reward=0.0, done=episode.turn == 1, messages="go on", metrics=given, left_out=left_out
         )
 
@@ -252,7 +252,7 @@ def test_a_rollout_whose_engine_is_lost_is_not_an_orphan_of_its_environment(lost
     (rollout,) = played(go_on, engine)
     assert (rollout.turns, rollout.error) == (lost_in, "lost")
     assert cause(rollout) == "rollouts_lost"
-    (orphan,) = played(FakeEnvironment(lambda e: Feedback(error="restarted", lost=True)), FakeEngine())
+    (orphan,) = played(FakeEnvironment(lambda e: Judgement(error="restarted", lost=True)), FakeEngine())
     assert cause(orphan) == "rollouts_orphaned"
 
 

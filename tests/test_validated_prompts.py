@@ -126,7 +126,7 @@ class Said(grpo.TextEngine):
 
 @grpo.hookimpl
 def grpo_engines():
-    return {"said": grpo.Offer(Said, gives="text")}
+    return {"said": grpo.EngineOffer(Said, gives="text")}
 """
 
 

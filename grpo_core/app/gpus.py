@@ -224,8 +224,7 @@ def _check_overlap(key: str, engine: EngineConfig, trains: Gpus, *, joined: bool
         if not gpus & {*trains}:
             raise ConfigError(
                 f'{key}.transport = "{engine.transport}": the engine must see the trainer\'s GPU '
-                f'{trains[0]}, and {key}.gpus = {engine.gpus}; name it there last, or use "collective" or '
-                '"shm"'
+                f'{trains[0]}, and {key}.gpus = {engine.gpus}; name it there last, or use "shm"'
             )
     elif gpus & {*trains} and gpus != {*trains}:
         raise ConfigError(

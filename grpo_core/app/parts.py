@@ -86,7 +86,7 @@ class Parts:
     @property
     def place_of_trainer(self) -> str:
         """Name of the placement of the trainer's processes; empty if they run on this machine."""
-        return self.plugins.find("trainer", self.config.trainer.name).offer.placement
+        return str(self.plugins.find("trainer", self.config.trainer.name).offer.placement)
 
     @property
     def trainer_here(self) -> TrainerConfig | None:
@@ -217,8 +217,7 @@ class Parts:
             colocated=config.pipeline.max_staleness > 0,
             async_save=config.checkpoint.async_save,
             engine_dtype=engine_dtype(config.engine),
-            collective_host=config.engine.collective_host,
-            collective_ports=config.engine.collective_ports,
+            transport_options=config.engine.transport_options,
             max_non_finite=config.health.max_non_finite,
             plugins=self.plugins.selection.allow,
             block=self.plugins.selection.block,

@@ -24,7 +24,6 @@ from grpo_core.config import (
 )
 from grpo_core.config.idle import (
     CLUSTER,
-    COLLECTIVE,
     MEASURED,
     OF_LOSS,
     WEIGHING,
@@ -40,7 +39,6 @@ from grpo_core.models.files import ADAPTERS, chat_template, check_path
 from grpo_core.plugins.configured import model_section
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.offers import Selected
-from grpo_core.plugins.transports import find_transport
 from grpo_core.processes.interpreters import Interpreter, from_here
 from grpo_core.reporting.selection import check_trackers
 from grpo_core.storage.planes import check_reader
@@ -301,7 +299,6 @@ def _check_idle(parts: Parts) -> None:
     sampler, placement = host.factory("sampler", config.sampler.name), parts.placement()
     holds = {
         CLUSTER: placement.remote,
-        COLLECTIVE: find_transport(parts.transport(placement), host).remote,
         WEIGHING: "weights" in inspect.signature(sampler).parameters,
         MEASURED: config.validation.measures,
         **{words: need in parts.needs for need, words in OF_LOSS.items()},

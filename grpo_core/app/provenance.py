@@ -23,18 +23,8 @@ from grpo_core.plugins.host import BUILT_IN, PluginHost
 from grpo_core.storage.disk import fingerprint
 from grpo_core.storage.run_directory import PROVENANCE
 
-LIBRARIES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "peft",
-    "vllm",
-    "ray",
-    "bitsandbytes",
-)
-"""Libraries whose version may change numerical results."""
+LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "peft")
+"""Libraries whose version may change numerical results, as may that of those that plugins need."""
 
 
 def write(directory: Path, config: Config, host: PluginHost, *, resumed_from: int | None = None) -> None:
@@ -51,6 +41,8 @@ def write(directory: Path, config: Config, host: PluginHost, *, resumed_from: in
 
 def found(config: Config, host: PluginHost) -> dict[str, Any]:
     """Return the versions of the software that a configuration uses, and the hashes of its files."""
+    every = [offers for plugin in host.plugins for offers in plugin.offers.values()]
+    names = {*LIBRARIES}.union(*(offer.requires for offers in every for offer in offers.values()))
     return {
         "grpo_core": __version__,
         "plugins": {
@@ -59,7 +51,7 @@ def found(config: Config, host: PluginHost) -> dict[str, Any]:
             if plugin.fault is None and plugin.name != BUILT_IN and plugin.version
         },
         "files": file_hashes(config),
-        "libraries": {name: known for name in LIBRARIES if (known := _version(name)) is not None},
+        "libraries": {name: known for name in sorted(names) if (known := _version(name)) is not None},
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
     }

@@ -175,9 +175,9 @@ async def _playing(
     host: PluginHost,
 ) -> AsyncIterator[None]:
     """Give the started environments the players of their tasks."""
-    shared: dict[tuple[str, str], list[str]] = defaultdict(list)
+    shared: dict[tuple[str | None, str], list[str]] = defaultdict(list)
     for name, task in tasks.items():
-        player = task.player or ("agents" if environments[name].runs_agents else "turns")
+        player = task.player or (None if environments[name].runs_agents else "turns")
         shared[player, repr(task.player_options)].append(name)
     async with contextlib.AsyncExitStack() as stack:
         for (player, _), names in shared.items():
@@ -186,20 +186,23 @@ async def _playing(
             made = make_player(host, player, setup, tasks[names[0]].player_options)
             if made is not None:
                 stack.push_async_callback(made.aclose)
-                with plugin_errors(f"player {player!r}: start()"):
+                with plugin_errors(f"player {type(made).__name__}: start()"):
                     await made.start()
             for name in names:
                 environments[name].player = made
         yield
 
 
-def make_player(host: PluginHost, name: str, setup: PlayerSetup, options: Mapping[str, Any]) -> Player | None:
-    """Make a player; None plays turn by turn.
+def make_player(
+    host: PluginHost, name: str | None, setup: PlayerSetup, options: Mapping[str, Any]
+) -> Player | None:
+    """Make a player; None plays turn by turn, and the name None is the one that plays agents.
 
     Raises PluginError or ConfigError if the player does not exist or does not fit the environments.
     """
     runs = [task for task, defined in setup.tasks.items() if defined]
     try:
+        name = name or host.the_one("player", "plays_agents")
         player = host.make("player", name, setup, **options)
     except SelectionError as error:
         who = f"task {runs[0]!r}: its environment defines run; " if runs else ""

@@ -19,10 +19,6 @@ from grpo_core.loop.agreement import Tolerance
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.transports import find_transport
 
-POOL = "pool"
-"""Name of the engine that pools others: ``factory(make, workers, *, tolerance, deadline, hold)``."""
-
-
 AGENT_PROCESSES = 8
 """Largest number of processes of an agent, unless ``environment.workers`` is set."""
 
@@ -59,8 +55,7 @@ def make_engine(
 
     if config.workers == 1 and not placement.pooled:
         return one(0, setup)
-    make_pool = plugins.find("engine", POOL).load()
-    pool: Engine = make_pool(
+    pool: Engine = plugins.factory("engine", plugins.the_one("engine", "pools_engines"))(
         member,
         config.workers,
         tolerance=tolerance,
@@ -86,7 +81,7 @@ def workers_of(config: EngineConfig, plugins: PluginHost) -> int:
             )
     if number > 1:
         try:
-            plugins.find("engine", POOL)
+            plugins.the_one("engine", "pools_engines")
         except SelectionError as error:
             raise ConfigError(f"engine.workers = {number}: several engines are a pool; {error}") from error
     return number
@@ -142,15 +137,14 @@ def transport(
     Raises ConfigError if an engine does not support it, PluginError for an unknown engine or transport.
     """
     engines = [engine] if validation is None else [engine, validation]
-    if validation is not None and validation.transport != "auto":
+    if validation is not None and (validation.transport != "auto" or validation.transport_options):
         raise ConfigError("validation.engine.transport: weights come to all engines by engine.transport")
-    if engine.transport != "auto":
-        chosen = engine.transport
-    elif from_here:
-        return "shm"
-    else:
-        chosen = "collective"
-    offer = find_transport(chosen, plugins)
+    chosen = engine.transport
+    if chosen == "auto":
+        chosen = "shm" if from_here else plugins.the_one("transport", "crosses_machines")
+    offer = find_transport(chosen, plugins, engine.transport_options)
+    if engine.transport == "auto" and from_here:
+        return chosen
     declared = [set(plugins.find("engine", each.name).offer.transports) for each in engines]
     takes = set.intersection(*(each | {chosen} if "*" in each else each for each in declared))
     if chosen not in takes:
@@ -159,11 +153,11 @@ def transport(
             f"engine.transport = {chosen!r}: engine {names} takes weights by {', '.join(sorted(takes))} only"
         )
     setting, shared = f'engine.transport = "{engine.transport}"', any(each.workers > 1 for each in engines)
-    host, near = f"engine.collective_host = {engine.collective_host!r}", is_loopback(engine.collective_host)
+    host, near = f"engine.transport_options.host = {offer.host!r}", is_loopback(offer.host)
     if not from_here and not offer.remote:
         raise ConfigError(
-            f"{setting} needs a trainer on this machine, but this one is in workers, perhaps on "
-            'several: use "collective", or leave it out'
+            f"{setting} needs a trainer on this machine, but this one is in workers, perhaps on several: "
+            "leave it out"
         )
     if not from_here and not near:
         raise ConfigError(
@@ -177,6 +171,6 @@ def transport(
     if from_here and not offer.several and (placement.pooled or shared):
         raise ConfigError(
             f"{setting} is for one engine: a late one of several would read the trainer's next "
-            'weights; use "collective" or "shm"'
+            'weights; use "shm"'
         )
     return chosen

@@ -18,10 +18,10 @@ from grpo_core.config.setup import steps_of_profile
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.loop.endings import GOAL_REACHED
 from grpo_core.plugins.hints import install_command
+from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.options import AsJson, Flag, Settings, Words
 from grpo_core.processes.aio import to_the_end
 from grpo_core.processes.interrupts import INTERRUPTED
-from grpo_core.reporting.selection import REPORT
 from grpo_core.reporting.terminal import write
 from grpo_core.reporting.verification import verified
 from grpo_core.storage.run_directory import RunDirectory
@@ -119,7 +119,8 @@ def train(
     changes = _with_data(_changes(env, chosen, settings, model), env, "data", data)
     block = no_plugin or []
     if ray is not None:
-        changes = merge(changes, {"placement": {"name": "ray", "options": {"address": ray}}})
+        cluster = PluginHost.discover(block=block).the_one("placement", "crosses_machines")
+        changes = merge(changes, {"placement": {"name": cluster, "options": {"address": ray}}})
     if resume is None:
         start = new_run([read_toml(config)] if config else [], changes, block, output=output)
     else:
@@ -161,8 +162,8 @@ def train(
         tell(_summary(outcome))
         if directory.page.is_file():
             tell(f"page: {directory.page}")
-        elif REPORT in start.config.tracking.trackers and not start.host.offers("tracker", REPORT):
-            tell(f"page: {install_command('tracker', REPORT)}, then grpo-core report {directory.path}")
+        elif "*" in start.config.tracking.trackers and not start.host.in_role("tracker", "is_default"):
+            tell(f"page: {install_command('tracker', 'is_default')}, then grpo-core report {directory.path}")
         tell(NEXT + _next(outcome, again))
     return INTERRUPTED if outcome.reason == "interrupted" else 0
 

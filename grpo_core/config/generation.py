@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from attrs import field, frozen
 from attrs.validators import deep_iterable, ge, gt, min_len
 
 from grpo_core.config.choices import PluginChoice
-from grpo_core.config.idle import CLUSTER, COLLECTIVE, only_with
-
-
-def _ports(instance: object, attribute: object, value: tuple[int, int]) -> None:
-    first, last = value
-    if tuple(value) != (0, 0) and not 1 <= first <= last <= 65535:
-        raise ValueError(
-            "'collective_ports' must be [first, last] with 1 <= first <= last <= 65535, or [0, 0] for any "
-            f"free port: {list(value)}"
-        )
+from grpo_core.config.idle import CLUSTER, only_with
 
 
 @frozen(kw_only=True)
@@ -49,17 +40,11 @@ class EngineConfig(PluginChoice):
     """Environment variables of each engine worker of a cluster, set before the engine's plugin is loaded.
     `$NAME` in a value stands for the variable NAME of this process, and `$$` for a dollar sign."""
     transport: str = "auto"
-    """Transport of weights to engines: `shm` works through shared memory (in a cluster, its object store),
-    `cuda_ipc` by a handle to GPU memory, `collective` by NCCL between GPUs and by TCP otherwise; a plugin may
-    offer others. `auto` is `shm`: `collective` has not been run between GPUs yet."""
-    collective_host: str = field(default="127.0.0.1", metadata=only_with(COLLECTIVE))
-    """Address of the trainer's machine at which engines reach it (`collective` only); on a cluster, an
-    address in its network."""
-    collective_ports: tuple[int, int] = field(
-        default=(0, 0), validator=_ports, metadata=only_with(COLLECTIVE)
-    )
-    """Range of ports, [first, last], in which each rank of the trainer listens for engines, at the first free
-    one (`collective` only); [0, 0] is any free port. A firewall has to allow the range."""
+    """Transport of weights to engines: `shm` works through shared memory (in a cluster, its object store);
+    docs/engines.md has those of plugins. `auto` is `shm`, or for a trainer in workers of a cluster the one
+    that crosses machines."""
+    transport_options: dict[str, Any] = field(factory=dict)
+    """Options of the transport; see docs/engines.md."""
 
 
 CUTS = ("top_p", "top_k", "min_p")

@@ -14,7 +14,6 @@ OF_LOSS = {
 }
 """Needs of a loss in words."""
 CLUSTER = "workers of a cluster (--ray)"
-COLLECTIVE = 'weights through the network (engine.transport = "collective")'
 WEIGHING = 'a sampler that weighs tasks (sampler.name = "mix")'
 MEASURED = "validations during training (validation.every)"
 """Conditions under which a key does something, in words."""

@@ -43,10 +43,10 @@ class TrackingConfig:
     A table `[tracking.NAME]` holds the options of the tracker NAME.
     """
 
-    trackers: list[str] = field(factory=lambda: ["files", "terminal", "report"])
+    trackers: list[str] = field(factory=lambda: ["files", "terminal", "*"])
     """Names of the trackers. `files` writes `metrics.jsonl`, `events.jsonl`, `rollouts/` and
-    `validation/`; without it the run leaves no report and cannot be verified. `report` is left out where
-    grpo-plugin-report is not installed."""
+    `validation/`; without it the run leaves no report and cannot be verified. `*` stands for the trackers
+    that installed plugins offer by default, such as the page of grpo-plugin-report."""
     options: dict[str, dict[str, Any]] = field(factory=dict)
     """Options by tracker; they are written as tables `[tracking.NAME]`, without the word `options`."""
 

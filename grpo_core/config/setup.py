@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from attrs import field, frozen
 
@@ -48,10 +48,8 @@ class TrainerSetup(WithSections):
     """Transport of weights to engines; see ``EngineConfig``.  From a CPU, ``cuda_ipc`` is ``shm``."""
     engine_dtype: Literal["auto", "bfloat16", "float16"] = "auto"
     """Dtype of the training engine's weights; they are sent in it if it is smaller than the trainer's."""
-    collective_host: str = "127.0.0.1"
-    """Address at which engines reach the trainer, for ``collective``."""
-    collective_ports: tuple[int, int] = (0, 0)
-    """First and last port of the range in which each rank uses a free port, for ``collective``."""
+    transport_options: Mapping[str, Any] = field(factory=dict)
+    """Options of the transport."""
     max_non_finite: float = 0.1
     """Share of an update's rows that may have a non-finite loss; see ``HealthConfig``."""
     plugins: tuple[str, ...] | None = None

@@ -66,8 +66,8 @@ class TaskConfig:
     """The held-out prompts, like `data`.  If it is empty, `data` is opened with the split "validation"; if it
     has none, the held-out prompts are the environment's."""
     player: str = ""
-    """Name of the player of the rollouts: "turns" of the core, or one of a plugin.  If it is empty, "agents"
-    plays environments that define `run`, and "turns" all others."""
+    """Name of the player of the rollouts: "turns" of the core, or one of a plugin.  If it is empty, the
+    player of agents plays environments that define `run`, and "turns" all others."""
     player_options: dict[str, Any] = field(factory=dict, metadata=only_with("player"))
     """Options of the player's factory."""
     python: str = ""

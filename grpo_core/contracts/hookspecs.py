@@ -76,7 +76,10 @@ class Transport:
     several: bool = True
     """Whether several engines may read, at their own pace."""
     remote: bool = False
-    """Whether the engines, or the ranks of the trainer, may be on other machines."""
+    """Whether the engines, or the ranks of the trainer, may be on other machines.  It then has an option
+    ``host``."""
+    host: str = "127.0.0.1"
+    """Address at which engines reach the trainer."""
     same_gpu: bool = False
     """Whether the engine reads the memory of the trainer's GPU, which it must see."""
     on_device: bool = False
@@ -87,6 +90,8 @@ class Transport:
         return self
 
 
+Role = Literal["plays_agents", "pools_engines", "crosses_machines", "is_default"]
+"""Of a player, an engine, a placement or a transport, and a tracker."""
 Function = Callable[..., Any] | str
 """A function, or ``"module:function"``, which is imported when it is first called."""
 
@@ -108,32 +113,60 @@ class Offer:
     """Raises ValueError or ConfigError for invalid options.  It may also have the parameters ``config`` (the
     whole configuration), ``host`` (the ``PluginHost``), ``group_size`` (an advantage, a filter) and ``betas``
     (an optimizer)."""
-    gives: Literal["tokens", "text"] = "tokens"
-    """Whether an engine returns tokens with their logprobs, or is a ``TextEngine``, which needs no model."""
+    role: Role | None = None
+    """What the core uses it for where the configuration names no offer."""
     parts: Function | None = None
     """Returns, for the options of an advantage function, the metrics that it reads as parts of the reward:
     those of a rollout's turns are added.  ``("*",)`` is all of them."""
-    transports: tuple[str, ...] = ("shm",)
-    """Transports that an engine supports; one that reads weights with ``grpo_core.kit.read_weights`` supports
-    all: ``("*",)``."""
-    memory: Function | None = None
-    """Returns ``MemoryPart``s for an ``EngineLoad``, the first argument of the function of an engine."""
-    workers: Function | None = None
-    """Returns the number of engines that the options of an engine describe; of a trainer, the number of its
-    processes for ``(config, host)``."""
-    placement: str = ""
-    """Name of the placement whose workers run the trainer's processes."""
-    takes_parts: bool = False
-    """Whether an optimizer computes each number by itself, so that ranks may give it parts of parameters."""
-    state: Function | None = None
-    """Returns shape and dtype of each slot of an optimizer's state, for the name and shape of a parameter."""
-    restored: Function | None = None
-    """Makes a slot of an optimizer's state from its name and the tensors in it, if it consists of several."""
     once: bool = False
     """Whether the factory returns one object, which workers cannot share."""
     extends_core: bool = False
     """Whether it replaces the core's offer of this name wherever the plugin is installed.  It has all of that
     offer's options and gives the same results with them.  ``core:NAME`` is still the core's."""
+
+
+@frozen(kw_only=True)
+class EngineOffer(Offer):
+    """The offer of an engine."""
+
+    gives: Literal["tokens", "text"] = "tokens"
+    """Whether it returns tokens with their logprobs, or is a ``TextEngine``, which needs no model."""
+    transports: tuple[str, ...] = ("shm",)
+    """Transports that it supports; an engine that reads weights with ``grpo_core.kit.read_weights`` supports
+    all: ``("*",)``."""
+    memory: Function | None = None
+    """Returns ``MemoryPart``s for an ``EngineLoad``, its first argument."""
+    workers: Function | None = None
+    """Returns the number of engines that the options describe."""
+
+
+@frozen(kw_only=True)
+class TrainerOffer(Offer):
+    """The offer of a trainer."""
+
+    memory: Function | None = None
+    """Returns ``MemoryPart``s of all processes; ``grpo_core.training.memory`` has its arguments."""
+    workers: Function | None = None
+    """Returns the number of its processes for ``(config, host)``."""
+    placement: str = ""
+    """Name of the placement whose workers run its processes."""
+
+
+@frozen(kw_only=True)
+class OptimizerOffer(Offer):
+    """The offer of an optimizer."""
+
+    takes_parts: bool = False
+    """Whether it computes each number by itself, so that ranks may give it parts of parameters."""
+    state: Function | None = None
+    """Returns shape and dtype of each slot of its state, for the name and shape of a parameter."""
+    restored: Function | None = None
+    """Makes a slot of its state from the slot's name and the tensors in it, if it consists of several."""
+
+
+OFFERS: Mapping[str, type[Offer]]
+OFFERS = {"engine": EngineOffer, "trainer": TrainerOffer, "optimizer": OptimizerOffer}
+"""Offers of the kinds of which the core has to know more."""
 
 
 @hookspec
@@ -196,7 +229,7 @@ def grpo_validation_strategies() -> Mapping[str, Callable[..., ValidationStrateg
 def grpo_engines() -> Mapping[str, Callable[..., Engine] | Offer | str]:  # type: ignore[empty-body]
     """Offer engines: ``{name: factory(setup: EngineSetup, **options)}``.
 
-    An engine that returns text, such as a hosted model, is a ``TextEngine`` and an ``Offer(...,
+    An engine that returns text, such as a hosted model, is a ``TextEngine`` and an ``EngineOffer(...,
     gives="text")``.
     """
 
@@ -260,4 +293,7 @@ def grpo_preflight() -> Mapping[str, Callable[..., Iterable[str]] | str]:  # typ
 
 @hookspec
 def grpo_transports() -> Mapping[str, Transport | str]:  # type: ignore[empty-body]
-    """Offer transports of weights: ``{name: Transport(...)}``; ``engine.transport`` selects one."""
+    """Offer transports of weights: ``{name: Transport(...)}``, or a function of its options that returns it.
+
+    ``engine.transport`` selects one.  The writer finds the options in ``setup.transport_options``.
+    """

@@ -19,6 +19,7 @@ from grpo_core.contracts.records import (
     Episode,
     Feedback,
     GenerationRequest,
+    Judgement,
     Prompt,
     Recording,
     SessionStart,
@@ -174,7 +175,7 @@ class EnvironmentClient(Protocol):
     player: Player | None
     """The player of its rollouts; None plays them turn by turn."""
 
-    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
+    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Judgement | None:
         """Let the agent play a rollout; None if ``evaluate`` judges it.
 
         Without a limit of time; cancelling this cancels the agent.
@@ -183,7 +184,7 @@ class EnvironmentClient(Protocol):
     async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
         """Begin a session for each prompt, in order; its key is the session's name."""
 
-    async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
+    async def evaluate(self, episodes: Sequence[Episode]) -> list[Judgement]:
         """Return one feedback for each episode, in order.
 
         An episode whose last message has ``tool_calls`` (and whose finish reason is "stop") is answered with

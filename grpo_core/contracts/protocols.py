@@ -570,12 +570,7 @@ class Renderer(Protocol):
         sampled: Ids | None = None,
     ) -> tuple[int, ...] | None: ...
     def message(
-        self,
-        text: str,
-        *,
-        token_ids: Ids,
-        before: Ids,
-        tools: Sequence[Mapping[str, Any]],
+        self, text: str, *, token_ids: Ids, before: Ids, tools: Sequence[Mapping[str, Any]]
     ) -> Message: ...
     def texts(self, rows: Sequence[Sequence[int]], before: Sequence[Sequence[int]] = ()) -> list[str]:
         """Return the text of each completion: what it adds to the text of the tokens before it.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
-from attrs import NOTHING, cmp_using, field, frozen
+from attrs import NOTHING, asdict, cmp_using, field, frozen
 
 from grpo_core.contracts.advantages import reaches
 from grpo_core.contracts.errors import Fault, PluginError, Unavailable
@@ -164,12 +164,22 @@ class Feedback:
     """Why the episode is unscored."""
     unavailable: Unavailable | None = None
     """The service that judges the episode is away: it is judged again when the service answers."""
+
+
+@frozen(kw_only=True)
+class Judgement(Feedback):
+    """Feedback as the core hands it on: with what the core alone knows."""
+
     fault: Fault | None = field(default=None, eq=False)
-    """The exception behind ``error``, or why there is no reward; only the core sets it."""
+    """The exception behind ``error``, or why there is no reward."""
     lost: bool = False
-    """Whether the session died with its process, which something else ended; only the core sets it."""
+    """Whether the session died with its process, which something else ended."""
     left_out: Mapping[str, str] = field(factory=dict)
-    """Metrics that are not finite numbers, as text; only the core sets it."""
+    """Metrics that are not finite numbers, as text."""
+
+    @classmethod
+    def of(cls, feedback: Feedback) -> Judgement:
+        return feedback if isinstance(feedback, Judgement) else cls(**asdict(feedback, recurse=False))
 
 
 @frozen(kw_only=True)
@@ -304,12 +314,7 @@ class Completion:
     """``"stop"`` after a stop token or stop string, ``"length"`` after ``max_tokens``."""
 
     def __init__(
-        self,
-        *,
-        token_ids: ArrayLike,
-        logprobs: ArrayLike,
-        versions: ArrayLike,
-        finish_reason: FinishReason,
+        self, *, token_ids: ArrayLike, logprobs: ArrayLike, versions: ArrayLike, finish_reason: FinishReason
     ) -> None:
         from grpo_core.contracts.tokens import Tokens
 
@@ -385,10 +390,6 @@ class Canary:
     """The likeliest next tokens, in falling order."""
     logprobs: tuple[float, ...]
     """Logprobs of these tokens, at temperature 1."""
-    before: Canary | None = None
-    """The same under older weights: they identify an engine that still uses those.  Only the core sets it."""
-    answer: tuple[int, float] | None = None
-    """The engine's likeliest token and its logprob under these weights.  Only the core sets it."""
 
 
 @frozen(kw_only=True)
@@ -576,11 +577,10 @@ class Recording:
     """A rollout as a player has played it."""
 
     segments: tuple[Segment, ...] = ()
-    """Each sampled token is in one of them."""
+    """Each sampled token is in one of them; a run of sampled tokens is one completion, with which a
+    segment ends."""
     messages: tuple[Message, ...] = ()
     """The conversation that ends with the last completion."""
-    turn_tokens: tuple[int, ...] = ()
-    """Number of tokens of each completion, in the order in which they stand in the segments."""
     tool_calls: int = 0
     """Number of tool calls that the model made."""
     finish_reason: EndReason = "stop"
@@ -593,9 +593,9 @@ class Recording:
     """The rollout's reward, if the player knows it."""
 
     @property
-    def turns(self) -> int:
-        """Number of completions."""
-        return len(self.turn_tokens)
+    def turn_tokens(self) -> tuple[int, ...]:
+        """Number of tokens of each completion, in the order in which they stand in the segments."""
+        return tuple(length for segment in self.segments for length in segment.tokens.completions)
 
 
 @frozen(kw_only=True)

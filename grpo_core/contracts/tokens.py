@@ -130,6 +130,13 @@ class Tokens:
         return self._n_sampled
 
     @property
+    def completions(self) -> tuple[int, ...]:
+        """Number of tokens of each completion: a run of sampled tokens is one, and the last may be empty."""
+        edges = np.flatnonzero(np.diff(self.sampled, prepend=False, append=False))
+        lengths: list[int] = (edges[1::2] - edges[::2]).tolist()
+        return tuple(lengths if self.sampled[-1:].any() else [*lengths, 0])
+
+    @property
     def sampled_versions(self) -> Ids:
         """Weights that sampled each sampled token, int32 [n_sampled]."""
         return self.versions[self.sampled]

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from grpo_core.contracts.errors import Fault, PluginError, describe, shortened, shown
-from grpo_core.contracts.records import Feedback
+from grpo_core.contracts.records import Feedback, Judgement
 from grpo_core.contracts.unicode import well_formed
 from grpo_core.text.messages import MessageError, check_turn, normalised
 
@@ -28,7 +28,7 @@ def as_feedback(
     *,
     mask: Callable[[str], str] = str,
     ids: Sequence[str] = (),
-) -> list[Feedback]:
+) -> list[Judgement]:
     """Convert the results of ``evaluate`` to feedback.
 
     Args:
@@ -67,15 +67,16 @@ def _readable(result: Any, place: str) -> Any:
     return attrs.evolve(result, messages=messages)
 
 
-def _feedback(result: Any, who: str, method: str, mask: Callable[[str], str]) -> Feedback:
+def _feedback(result: Any, who: str, method: str, mask: Callable[[str], str]) -> Judgement:
     if result is None:
-        return Feedback(fault=Fault(NO_REWARD, f"{method} returned None"))
+        return Judgement(fault=Fault(NO_REWARD, f"{method} returned None"))
     if not isinstance(result, Feedback):
-        return Feedback(**_reward(result, who, method))
+        return Judgement(**_reward(result, who, method))
+    result = Judgement.of(result)
     metrics, left_out = _metrics(result.metrics, mask)
     reward = {} if result.reward is None else _reward(result.reward, who, method)
     if result.unavailable is not None and result.error is None:
-        result = Feedback(error=str(result.unavailable), unavailable=result.unavailable)
+        result = Judgement(error=str(result.unavailable), unavailable=result.unavailable)
     if result.error is not None:  # an error has no reward, even if one comes with it
         reward = {"reward": None, "error": shortened(mask(_text(result.error, "an error", who, method)))}
     elif reward.get("error"):
@@ -91,7 +92,7 @@ def _feedback(result: Any, who: str, method: str, mask: Callable[[str], str]) ->
         "answer": answer,
         "state": _text(result.state, "a state", who, method),
     }
-    made: Feedback = attrs.evolve(result, **{**known, **reward})
+    made: Judgement = attrs.evolve(result, **{**known, **reward})
     return made
 
 

@@ -31,7 +31,7 @@ from grpo_core.contracts.errors import (
     shown,
 )
 from grpo_core.contracts.protocols import Environment, Tool
-from grpo_core.contracts.records import AgentClient, Episode, Feedback, Prompt, SessionStart
+from grpo_core.contracts.records import AgentClient, Episode, Judgement, Prompt, SessionStart
 from grpo_core.contracts.rewards import COMBINED, EVERY
 from grpo_core.contracts.unicode import lone_surrogate, unreadable, well_formed
 from grpo_core.environments.calls import Begun, Calls, Steps
@@ -363,7 +363,7 @@ class EnvironmentHost:
 
     # ------------------------------------------------------------------------------ agents
 
-    def run(self, name: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
+    def run(self, name: str, prompt: Prompt, client: AgentClient) -> Judgement | None:
         """Let the agent play one rollout and nothing else meanwhile.  Raises the agent's errors."""
         return self._calls.run(self._run_agent(name, prompt, client))
 
@@ -371,11 +371,11 @@ class EnvironmentHost:
         """Cancel the call of this object that waits in another thread."""
         self._calls.interrupt()
 
-    def _run_agent(self, name: str, prompt: Prompt, client: AgentClient) -> Steps[Feedback | None]:
+    def _run_agent(self, name: str, prompt: Prompt, client: AgentClient) -> Steps[Judgement | None]:
         """Let the agent play a rollout; return its result, or None if ``evaluate`` judges it."""
         session = self._sessions.get(name)
         if self._has_sessions and session is None:
-            return Feedback(error="its session ended with the process that held it", lost=True)
+            return Judgement(error="its session ended with the process that held it", lost=True)
         with _used([] if session is None else [session]):
             value = None if session is None else session.value
             run = self._environment.run(prompt, attrs.evolve(client, session=value))
@@ -406,7 +406,7 @@ class EnvironmentHost:
 
     # ------------------------------------------------------------------------------ evaluation
 
-    def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
+    def evaluate(self, episodes: Sequence[Episode]) -> list[Judgement]:
         """Return feedback for each episode.  Raises PluginError for an invalid result.
 
         The environment evaluates before any tool runs: if it raises, the episodes are tried again, and no
@@ -414,7 +414,7 @@ class EnvironmentHost:
         """
         return self._calls.run(self._evaluate(episodes))
 
-    def _evaluate(self, episodes: Sequence[Episode]) -> Steps[list[Feedback]]:
+    def _evaluate(self, episodes: Sequence[Episode]) -> Steps[list[Judgement]]:
         found = [self._with_session(episode) for episode in episodes]
         tools = not self._runs_agents  # an agent answers its own calls
         calling = [tools and isinstance(e, Episode) and calls_of(e) != () for e in found]
@@ -424,19 +424,19 @@ class EnvironmentHost:
             judgements = iter((yield from self._judged(judged)))
             answers = iter((yield from self._answers(called)))
         return [
-            e if isinstance(e, Feedback) else next(answers if calls else judgements)
+            e if isinstance(e, Judgement) else next(answers if calls else judgements)
             for e, calls in zip(found, calling, strict=True)
         ]
 
-    def _with_session(self, episode: Episode) -> Episode | Feedback:
+    def _with_session(self, episode: Episode) -> Episode | Judgement:
         if not self._has_sessions:
             return attrs.evolve(episode, session=None)
         session = self._sessions.get(str(episode.session))
         if session is None:
-            return Feedback(error="its session ended with the process that held it", lost=True)
+            return Judgement(error="its session ended with the process that held it", lost=True)
         return attrs.evolve(episode, session=session)
 
-    def _judged(self, episodes: Sequence[Episode]) -> Steps[list[Feedback]]:
+    def _judged(self, episodes: Sequence[Episode]) -> Steps[list[Judgement]]:
         """Return the environment's feedback."""
         if not episodes:
             return []
@@ -468,13 +468,13 @@ class EnvironmentHost:
         hidden = None if away is None else self._mask.error(away)
         return hidden if isinstance(hidden, Unavailable) else None
 
-    def _answers(self, episodes: Sequence[Episode]) -> Steps[list[Feedback]]:
+    def _answers(self, episodes: Sequence[Episode]) -> Steps[list[Judgement]]:
         """Return the tools' answers; the calls of one message run in order.
 
         If a tool's service is unavailable, the answers of earlier tools are returned: no tool runs twice.
         """
         answers: list[list[Any]] = [[] for _ in episodes]
-        failed: dict[int, Feedback] = {}
+        failed: dict[int, Judgement] = {}
         for place in range(max((len(calls_of(episode)) for episode in episodes), default=0)):
             here = [
                 i for i, episode in enumerate(episodes) if len(calls_of(episode)) > place and i not in failed
@@ -485,11 +485,11 @@ class EnvironmentHost:
             results = yield from _each(lambda pair: pair[0].call(pair[1]), pairs)
             for i, call, result in zip(here, calls, results, strict=True):
                 if isinstance(result, BaseException) and (away := self._tool_is_away(call, result)):
-                    failed[i] = Feedback(error=self._describe(result), messages=answers[i], unavailable=away)
+                    failed[i] = Judgement(error=self._describe(result), messages=answers[i], unavailable=away)
                 elif isinstance(result, SessionLost):  # the error is not the model's fault
-                    failed[i] = Feedback(error=self._describe(result))
+                    failed[i] = Judgement(error=self._describe(result))
                 answers[i].append(message(call, result, self._mask))
-        return [failed.get(i) or Feedback(done=False, messages=each) for i, each in enumerate(answers)]
+        return [failed.get(i) or Judgement(done=False, messages=each) for i, each in enumerate(answers)]
 
     def _tool_is_away(self, call: Mapping[str, Any], error: BaseException) -> Unavailable | None:
         """Return the Unavailable behind a tool's error, unless the model chose the service."""

@@ -21,7 +21,7 @@ from attrs import evolve, field, frozen
 from grpo_core.config import EnvironmentConfig
 from grpo_core.contracts.errors import ConfigError, PluginError, Unavailable
 from grpo_core.contracts.playing import EnvironmentClient, Player
-from grpo_core.contracts.records import AgentClient, Episode, Feedback, Prompt, SessionStart
+from grpo_core.contracts.records import AgentClient, Episode, Judgement, Prompt, SessionStart
 from grpo_core.contracts.rewards import EVERY
 from grpo_core.environments.batcher import MicroBatcher, one_each
 from grpo_core.environments.host import Slotted, calls_of, in_slots, units
@@ -109,7 +109,7 @@ class EnvironmentPool:
         self._for_agents, self._on_demand = for_agents, on_demand
         self._places = Places(len(self._workers), UNLIMITED, len(self._workers))
         self._batchers = [
-            MicroBatcher[Episode, Feedback](
+            MicroBatcher[Episode, Judgement](
                 partial(self._batched, worker), max_batch=config.max_batch, max_wait=config.max_wait
             )
             for worker in self._workers
@@ -187,7 +187,7 @@ class EnvironmentPool:
                 "episode, as 0.0 where there is nothing to count"
             )
 
-    def _observe(self, feedback: Feedback | None) -> None:
+    def _observe(self, feedback: Judgement | None) -> None:
         """Look for the metrics that ``combine`` names."""
         if not self._unseen or feedback is None:
             return
@@ -245,7 +245,7 @@ class EnvironmentPool:
         await asyncio.gather(*(ask(*share) for share in shares.items()))
         return [opened[session] for session in prompts]
 
-    async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
+    async def evaluate(self, episodes: Sequence[Episode]) -> list[Judgement]:
         """Return feedback for each episode, in order."""
         parts = units(episodes, whole_groups=self.needs_group)
         asked: dict[str, list[list[Episode]]] = defaultdict(list)
@@ -257,15 +257,15 @@ class EnvironmentPool:
             self._observe(each)
         return [feedback[id(episode)] for episode in episodes]
 
-    async def _judged(self, what: str, parts: Sequence[list[Episode]]) -> list[tuple[Episode, Feedback]]:
+    async def _judged(self, what: str, parts: Sequence[list[Episode]]) -> list[tuple[Episode, Judgement]]:
         """Return the feedback for parts that call the same service first."""
 
-        async def judge(some: Sequence[list[Episode]], alone: bool) -> list[list[Feedback]]:
+        async def judge(some: Sequence[list[Episode]], alone: bool) -> list[list[Judgement]]:
             shown = [each for part in some for each in part]
             feedback = iter(one_each(await self._evaluate(shown, alone=alone), shown))
             return [[next(feedback) for _ in part] for part in some]
 
-        def away(answer: Sequence[Feedback]) -> Unavailable | None:
+        def away(answer: Sequence[Judgement]) -> Unavailable | None:
             """Return the error of this service; answers of tools come from another one."""
             return next((each.unavailable for each in answer if each.unavailable and not each.messages), None)
 
@@ -278,7 +278,7 @@ class EnvironmentPool:
             for episode, feedback in zip(part, answer, strict=True)
         ]
 
-    async def _answered(self, episode: Episode, feedback: Feedback) -> Feedback:
+    async def _answered(self, episode: Episode, feedback: Judgement) -> Judgement:
         """Return the feedback with the answers of the remaining tools."""
         if feedback.unavailable is None or not feedback.messages:
             return feedback
@@ -286,7 +286,7 @@ class EnvironmentPool:
         (answer,) = await self.evaluate([rest])
         return evolve(answer, messages=(*feedback.messages, *answer.messages))
 
-    async def _evaluate(self, episodes: Sequence[Episode], *, alone: bool) -> list[Feedback]:
+    async def _evaluate(self, episodes: Sequence[Episode], *, alone: bool) -> list[Judgement]:
         """Let the workers evaluate; ``alone`` if the service is away and this call retries."""
         if len(self._workers) == 1:
             return await self._call(0, episodes, alone=alone)
@@ -300,7 +300,7 @@ class EnvironmentPool:
             worker = self._least() if worker is None else worker
             shares[worker] += indices
             self._load[worker] += len(indices)
-        feedback: dict[int, Feedback] = {}
+        feedback: dict[int, Judgement] = {}
 
         async def ask(worker: int, indices: list[int]) -> None:
             try:
@@ -312,13 +312,13 @@ class EnvironmentPool:
         await asyncio.gather(*(ask(*share) for share in shares.items()))
         return [feedback[index] for index in range(len(episodes))]
 
-    def _call(self, worker: int, episodes: Sequence[Episode], *, alone: bool) -> Awaitable[list[Feedback]]:
+    def _call(self, worker: int, episodes: Sequence[Episode], *, alone: bool) -> Awaitable[list[Judgement]]:
         """Let a worker evaluate: batched with others, unless these episodes run in slots."""
         if alone or in_slots(self._workers[worker].slots, episodes):
             return self._workers[worker].evaluate(episodes)
         return self._batchers[worker].submit(episodes)
 
-    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
+    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Judgement | None:
         """Let the agent play a rollout; None if ``evaluate`` judges it.
 
         If a service is unavailable, the feedback has its error, and the rollout is played again.
@@ -331,7 +331,7 @@ class EnvironmentPool:
         self._observe(feedback)
         return evolve(feedback, unavailable=None) if feedback is not None and final else feedback
 
-    async def _run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
+    async def _run(self, session: str, prompt: Prompt, client: AgentClient) -> Judgement | None:
         async with self._places.take(self._homes.get(session)) as worker:
             if session not in self._homes:  # it is judged where it was played
                 self._homes[session] = worker
@@ -366,14 +366,14 @@ class EnvironmentPool:
         await asyncio.gather(*(batcher.aclose() for batcher in self._batchers))
         await asyncio.gather(*(worker.aclose() for worker in self._workers))
 
-    async def _batched(self, worker: EnvironmentWorker, episodes: Sequence[Episode]) -> list[Feedback]:
+    async def _batched(self, worker: EnvironmentWorker, episodes: Sequence[Episode]) -> list[Judgement]:
         """Evaluate a batch, without episodes whose service went away after they joined."""
         services = [self._service(_asks(episode)) for episode in episodes]
         away = [service.away for service in services]
         called = [each for each, gone in zip(episodes, away, strict=True) if gone is None]
         feedback = iter(one_each(await worker.evaluate(called), called) if called else [])
         found = [
-            next(feedback) if gone is None else Feedback(error=str(gone), unavailable=gone) for gone in away
+            next(feedback) if gone is None else Judgement(error=str(gone), unavailable=gone) for gone in away
         ]
         for service, episode, each in zip(services, episodes, found, strict=True):
             if each.unavailable is not None and not each.unavailable.timed_out and not each.messages:

@@ -40,7 +40,7 @@ from grpo_core.contracts.errors import (
 from grpo_core.contracts.incidents import report
 from grpo_core.contracts.playing import Player
 from grpo_core.contracts.protocols import Environment
-from grpo_core.contracts.records import AgentClient, Episode, Feedback, Prompt, SessionStart
+from grpo_core.contracts.records import AgentClient, Episode, Judgement, Prompt, SessionStart
 from grpo_core.environments.host import UNREADABLE, EnvironmentHost, Slotted, in_slots, units
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
@@ -227,21 +227,21 @@ class EnvironmentProcess:
         kind = _Kind[tuple[str, Prompt], SessionStart]("open", SessionStart, lambda pair: pair[1])
         return await (self._in_slots if self.slots != "none" else self._in_a_batch)(kind, parts)
 
-    async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
+    async def evaluate(self, episodes: Sequence[Episode]) -> list[Judgement]:
         """Return feedback for each episode, in order; a failed one has an error and no reward.
 
         Raises PluginError if results have the wrong number or type.
         """
         await self._started()
         parts = units(episodes, whole_groups=self.needs_group)
-        kind = _Kind[Episode, Feedback]("evaluate", Feedback, lambda episode: episode.prompt)
+        kind = _Kind[Episode, Judgement]("evaluate", Judgement, lambda episode: episode.prompt)
         play = self._in_slots if in_slots(self.slots, episodes) else self._in_a_batch
         feedback = await play(kind, parts)
         if lost := sum(each.lost for each in feedback):
             report("session_lost", self._name, f"{lost} sessions ended with the process that held them")
         return feedback
 
-    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
+    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Judgement | None:
         """Let the agent play a rollout; None if ``evaluate`` judges it.
 
         The caller keeps to the number of ``agents``.  If the process dies, all rollouts that it plays are
@@ -250,7 +250,7 @@ class EnvironmentProcess:
         child = await self._started()
         self._playing += 1
         try:
-            found: Feedback | None = await child.call_alongside(
+            found: Judgement | None = await child.call_alongside(
                 "run", session, prompt, client, seconds=None, grace=0.0
             )
         except asyncio.CancelledError:
@@ -265,7 +265,7 @@ class EnvironmentProcess:
             self._report_call(failure)
             lost = failure.died and not failure.alone
             away = failure.unavailable if failure.is_gone else None
-            return Feedback(error=describe(error), fault=fault_of(error), lost=lost, unavailable=away)
+            return Judgement(error=describe(error), fault=fault_of(error), lost=lost, unavailable=away)
         finally:
             self._playing -= 1
         return found

@@ -60,7 +60,8 @@ A source of models:
 An environment that is made of others:
 
     evaluate_of, SCORES             call another environment, whichever way it judges
-    as_feedback, units, DEADLINE    read what one returns, and divide its episodes into calls
+    as_feedback, Judgement          read what one returns
+    units, DEADLINE                 divide its episodes into calls
 
 A transport of weights (see ``grpo_plugin_scale``):
 
@@ -206,6 +207,7 @@ if TYPE_CHECKING:
     from grpo_core.contracts.loss import needs_of as needs_of
     from grpo_core.contracts.playing import EnvironmentClient as EnvironmentClient
     from grpo_core.contracts.playing import derive_seed as derive_seed
+    from grpo_core.contracts.records import Judgement as Judgement
     from grpo_core.contracts.tokens import fetched as fetched
     from grpo_core.contracts.typed import Count as Count
     from grpo_core.contracts.typed import checked as checked

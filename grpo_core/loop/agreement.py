@@ -37,6 +37,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf, isnan, log, log1p
 from statistics import fmean, median
+from typing import Any
 
 from attrs import evolve, field, frozen
 
@@ -44,6 +45,21 @@ from grpo_core.contracts.records import Canary
 
 TopToken = tuple[int, float]
 """The most likely token after a context, and its logprob."""
+
+
+@frozen(kw_only=True)
+class Known(Canary):
+    """A canary with what is known of older weights, by which an engine that still uses those is found."""
+
+    before: Known | None = None
+    """The same under older weights."""
+    answer: TopToken | None = None
+    """The engine's answer under these weights."""
+
+    @classmethod
+    def of(cls, canary: Canary, **more: Any) -> Known:
+        return cls(prompt_ids=canary.prompt_ids, token_ids=canary.token_ids, logprobs=canary.logprobs, **more)
+
 
 CLIP = 7.0
 """Largest weight of a context in the evidence, and largest x in the power, where it is worth two nats."""
@@ -127,12 +143,12 @@ def agreement(canaries: Sequence[Canary], answers: Sequence[TopToken], explained
     known = [
         (canary, canary.before, answer)
         for canary, answer in zip(canaries, answers, strict=True)
-        if canary.before is not None
+        if isinstance(canary, Known) and canary.before is not None
     ]
     if not known:
         return found
     pairs = [_old_and_new(canary, before, answer) for canary, before, answer in known]
-    moves = [movement(canary) for canary, *_ in known]
+    moves = [movement(canary, before) for canary, before, _ in known]
     scale = max(explained.typical, min(map(median, zip(*pairs, strict=True))) / log(2))
     found = evolve(found, moved=fmean(moves), power=sum(_power(move / scale) for move in moves))
     evidence = sum(max(-CLIP, min(CLIP, (old - new) / scale)) for old, new in pairs)
@@ -140,7 +156,7 @@ def agreement(canaries: Sequence[Canary], answers: Sequence[TopToken], explained
         return found
     if evidence > 0:
         middle = sorted(canaries, key=lambda each: each.logprobs[0])[len(canaries) // 2]
-        alike = [movement(evolve(each, before=middle)) for each in canaries]
+        alike = [movement(each, middle) for each in canaries]
         return evolve(found, proves=found.largest <= explained.largest and not _match(alike, explained))
     old, new = map(fmean, zip(*pairs, strict=True))
     return evolve(
@@ -155,7 +171,7 @@ def _match(differences: Sequence[float], explained: Explained) -> bool:
     return fmean(judged) <= explained.mean and max(judged) <= explained.largest
 
 
-def _old_and_new(canary: Canary, before: Canary, answer: TopToken) -> tuple[float, float]:
+def _old_and_new(canary: Canary, before: Known, answer: TopToken) -> tuple[float, float]:
     """Return the differences to an engine that did not move, and to one that moved with the trainer.
 
     If the most likely token changed, or the engine's earlier answer is unknown, the answer is compared with
@@ -187,10 +203,9 @@ def difference(canary: Canary, answer: TopToken) -> float:
     return max(of_token, max(canary.logprobs) - logprob, 0.0)
 
 
-def movement(canary: Canary) -> float:
-    """Return the difference that the trainer's older logprobs show after a context; 0 if there are none."""
-    before = canary.before
-    return 0.0 if before is None else difference(canary, (before.token_ids[0], before.logprobs[0]))
+def movement(canary: Canary, before: Canary) -> float:
+    """Return the difference that the trainer's older logprobs show after a context."""
+    return difference(canary, (before.token_ids[0], before.logprobs[0]))
 
 
 def _power(moved: float) -> float:

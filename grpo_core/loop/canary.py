@@ -19,8 +19,8 @@ from grpo_core.contracts.completions import check_completions
 from grpo_core.contracts.errors import ChildDied, DeadlineExceeded, EngineError, WeightSyncError
 from grpo_core.contracts.incidents import report
 from grpo_core.contracts.protocols import Engine
-from grpo_core.contracts.records import Canary, Completion, GenerationRequest, Group, Rollout, Weights
-from grpo_core.loop.agreement import Agreement, Tolerance, TopToken, agreement, movement
+from grpo_core.contracts.records import Completion, GenerationRequest, Group, Rollout, Weights
+from grpo_core.loop.agreement import Agreement, Known, Tolerance, TopToken, agreement, movement
 from grpo_core.processes import aio
 from grpo_core.processes.aio import RestartBudget
 
@@ -130,7 +130,7 @@ class Canaries:
     unproved: int = field(init=False, default=0)
     """Number of weight syncs since then, or since the first one."""
     _agreement: Agreement | None = field(init=False, default=None)
-    _before: dict[tuple[int, ...], Canary] = field(init=False, factory=dict)
+    _before: dict[tuple[int, ...], Known] = field(init=False, factory=dict)
     _moved: dict[tuple[int, ...], float] = field(init=False, factory=dict)
     _replies: dict[int, list[tuple[int, ...]]] = field(init=False, factory=dict)
     """Contexts in the replies of finished groups, by slot; the tokens themselves are in the data plane."""
@@ -156,17 +156,16 @@ class Canaries:
 
     def published(self, weights: Weights) -> Weights:
         """Return the weights; their canary also has the trainer's earlier logprobs for the same contexts."""
-        canary = [evolve(each, before=self._before.get(each.prompt_ids)) for each in weights.canary]
-        self._moved = {each.prompt_ids: movement(each) for each in canary if each.before is not None}
-        return evolve(weights, canary=tuple(canary))
+        canary = tuple(Known.of(each, before=self._before.get(each.prompt_ids)) for each in weights.canary)
+        self._moved = {each.prompt_ids: movement(each, each.before) for each in canary if each.before}
+        return evolve(weights, canary=canary)
 
     def verified(self, weights: Weights, found: Agreement) -> None:
         """Record the result of ``verify``: after a proof, later versions are compared with this one."""
         asked = zip(weights.canary, found.answers, strict=True)
+        older = {} if found.proves else self._before
         self._before = {
-            each.prompt_ids: evolve(each, before=None, answer=answer)
-            if found.proves or each.before is None
-            else each.before
+            each.prompt_ids: older.get(each.prompt_ids) or Known.of(each, answer=answer)
             for each, answer in asked
         }
         self.unproved = 0 if found.proves or self._agreement is None else self.unproved + 1

@@ -35,7 +35,7 @@ from grpo_core.contracts.errors import (
 from grpo_core.contracts.incidents import IncidentKind, report
 from grpo_core.contracts.playing import EnvironmentClient, completed, derive_seed
 from grpo_core.contracts.protocols import Engine, Renderer
-from grpo_core.contracts.records import EndReason, Feedback, Message, Prompt, Rollout, SessionStart
+from grpo_core.contracts.records import EndReason, Judgement, Message, Prompt, Rollout, SessionStart
 from grpo_core.contracts.tokens import as_ids
 from grpo_core.loop.timeline import during
 from grpo_core.loop.turns import RolloutRequest, RolloutState, SamplingParams
@@ -263,7 +263,7 @@ class _Turns:
             else:
                 state.go_on(continuation)
 
-    async def _judged(self, states: Sequence[RolloutState]) -> list[Feedback]:
+    async def _judged(self, states: Sequence[RolloutState]) -> list[Judgement]:
         with during(self._lane, "evaluate"):
             return await self._environment.evaluate([state.episode() for state in states])
 
@@ -320,7 +320,7 @@ class _Played(_Turns):
                 return
         state.take_recording(recording)
 
-    async def _judged(self, states: Sequence[RolloutState]) -> list[Feedback]:
+    async def _judged(self, states: Sequence[RolloutState]) -> list[Judgement]:
         return [evolve(each, done=True) for each in await super()._judged(states)]
 
 

@@ -20,7 +20,7 @@ from attrs import define, evolve, field, frozen
 from attrs.validators import ge, gt, le
 
 from grpo_core.contracts.advantages import reaches
-from grpo_core.contracts.errors import Fault, PluginError
+from grpo_core.contracts.errors import Fault
 from grpo_core.contracts.limits import Limits
 from grpo_core.contracts.playing import EnvironmentClient, Play, derive_seed
 from grpo_core.contracts.protocols import Engine, Renderer
@@ -29,8 +29,8 @@ from grpo_core.contracts.records import (
     Completion,
     EndReason,
     Episode,
-    Feedback,
     GenerationRequest,
+    Judgement,
     Message,
     Prompt,
     Recording,
@@ -169,32 +169,25 @@ class RolloutState:
     def take_recording(self, recording: Recording) -> None:
         """Take a player's recording; the environment judges it if the player did not.
 
-        A rollout whose player fails because a limit refused a turn counts as played to its end.  Raises
-        PluginError if its turns do not account for the sampled tokens.
+        A rollout whose player fails because a limit refused a turn counts as played to its end.
         """
-        feedback = recording.feedback
+        feedback = None if recording.feedback is None else Judgement.of(recording.feedback)
         *self.segments, last = recording.segments or (self._segment(),)
         self.prompt_ids, self.parts, self.n_tokens = last.prompt_ids, [last.tokens], len(last.tokens)
         self.messages = recording.messages or self.messages
-        self.turns, self.tool_calls = recording.turns, recording.tool_calls
-        self.turn_tokens = list(recording.turn_tokens)
+        self.turn_tokens, self.tool_calls = list(recording.turn_tokens), recording.tool_calls
+        self.turns, self.n_sampled = len(self.turn_tokens), sum(self.turn_tokens)
         self.turn_rewards, self.turn_states = [0.0] * self.turns, [""] * self.turns
-        self.n_sampled = sum(segment.tokens.n_sampled for segment in recording.segments)
-        if self.n_sampled != sum(self.turn_tokens):
-            raise PluginError(
-                f"player: its recording of prompt {self.request.prompt.id!r} has {self.n_sampled} sampled "
-                f"tokens in its segments, and {sum(self.turn_tokens)} in turn_tokens; expected as many"
-            )
         self.finish_reason = recording.finish_reason
         failed = None if feedback is None else feedback.error
         if recording.error is not None:
             self.give_up(recording.error, lost=True)
-        elif self._left_out and recording.turns:
+        elif self._left_out and self.turns:
             self.done = True
-        elif failed is not None and not (recording.limited and recording.turns):
+        elif failed is not None and not (recording.limited and self.turns):
             assert feedback is not None
             self.give_up(failed, lost=feedback.lost, fault=feedback.fault)
-        elif not recording.turns:
+        elif not self.turns:
             self.give_up("its player sampled no completion")
         elif feedback is None or failed is not None:
             self.awaiting_reward = True
@@ -304,7 +297,7 @@ class RolloutState:
             completion_tokens=self.n_sampled,
         )
 
-    def apply_feedback(self, feedback: Feedback) -> bool:
+    def apply_feedback(self, feedback: Judgement) -> bool:
         """Apply the environment's feedback; return whether the conversation continues (``go_on``)."""
         if self.done:  # shown once more because its group is compared
             return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from grpo_core.contracts.hookspecs import Offer, hookimpl
+from grpo_core.contracts.hookspecs import EngineOffer, Offer, OptimizerOffer, TrainerOffer, hookimpl
 
 
 @hookimpl
@@ -19,10 +19,7 @@ def grpo_players() -> Mapping[str, str]:
 
 @hookimpl
 def grpo_samplers() -> Mapping[str, str]:
-    return {
-        "mix": "grpo_core.data.samplers:Mix",
-        "round_robin": "grpo_core.data.samplers:RoundRobin",
-    }
+    return {"mix": "grpo_core.data.samplers:Mix", "round_robin": "grpo_core.data.samplers:RoundRobin"}
 
 
 @hookimpl
@@ -35,9 +32,9 @@ def grpo_validation_strategies() -> Mapping[str, str]:
 
 
 @hookimpl
-def grpo_engines() -> Mapping[str, Offer]:
+def grpo_engines() -> Mapping[str, EngineOffer]:
     return {
-        "local": Offer(
+        "local": EngineOffer(
             "grpo_core.engines.local.engine:LocalEngine",
             memory="grpo_core.engines.local.memory:memory",
             transports=("*",),
@@ -46,9 +43,9 @@ def grpo_engines() -> Mapping[str, Offer]:
 
 
 @hookimpl
-def grpo_trainers() -> Mapping[str, Offer]:
+def grpo_trainers() -> Mapping[str, TrainerOffer]:
     return {
-        "torch": Offer(
+        "torch": TrainerOffer(
             "grpo_core.training.process:ProcessTrainer", memory="grpo_core.training.memory:trainer_parts"
         )
     }
@@ -74,10 +71,10 @@ def grpo_advantages() -> Mapping[str, Offer]:
 
 
 @hookimpl
-def grpo_optimizers() -> Mapping[str, Offer]:
+def grpo_optimizers() -> Mapping[str, OptimizerOffer]:
     home = "grpo_core.training.optimizers"
     return {
-        "adamw": Offer(
+        "adamw": OptimizerOffer(
             f"{home}:adamw", check=f"{home}:check_eps", state=f"{home}:adamw_state", takes_parts=True
         )
     }

@@ -41,17 +41,12 @@ from grpo_core.contracts.errors import (
     one_line,
     with_place,
 )
-from grpo_core.contracts.hookspecs import Offer
+from grpo_core.contracts.hookspecs import Offer, Role
 from grpo_core.models.files import taken_elsewhere
 from grpo_core.plugins.commands import Commands, allowed_names, names_of_command_plugins
 from grpo_core.plugins.files import module_name
 from grpo_core.plugins.hints import KEYS, install_command
-from grpo_core.plugins.installed import (
-    import_file,
-    import_plugin,
-    in_file,
-    installed,
-)
+from grpo_core.plugins.installed import import_file, import_plugin, in_file, installed
 from grpo_core.plugins.offers import (
     FUNCTIONS,
     HOOKS,
@@ -123,10 +118,7 @@ class PluginHost:
         host = cls()
         host.selection = PluginSelection(allow=None if allow is None else tuple(allow), block=tuple(block))
         core = Plugin(
-            name=BUILT_IN,
-            distribution="grpo-core",
-            version=__version__,
-            module="grpo_core.plugins.builtins",
+            name=BUILT_IN, distribution="grpo-core", version=__version__, module="grpo_core.plugins.builtins"
         )
         host._load(core, lambda: importlib.import_module(core.module))
         found = installed([BUILT_IN, PROGRAM])
@@ -172,7 +164,7 @@ class PluginHost:
             return
         plugin = Plugin(name=PROGRAM, distribution="this program", version="", module="")
         plugin.offers = {
-            kind: {name: as_offer(given) for name, given in factories.items()}
+            kind: {name: as_offer(kind, given) for name, given in factories.items()}
             for kind, factories in offers.items()
         }
         self.plugins.append(plugin)
@@ -299,6 +291,21 @@ class PluginHost:
                 return True
         return False
 
+    def in_role(self, kind: Kind, role: Role) -> list[str]:
+        """Names of the offers that have a role."""
+        every = (offer for plugin in self.plugins for offer in plugin.offers.get(kind, {}).items())
+        return [name for name, offer in every if offer.role == role]
+
+    def the_one(self, kind: Kind, role: Role) -> str:
+        """Name of the offer that has a role.  Raises SelectionError if there is none, or several."""
+        names = self.in_role(kind, role)
+        what = f"{spaced(kind)} that {role.replace('_', ' ')}"
+        if not names:
+            raise self._unknown(kind, role, what)
+        if len(names) > 1:
+            raise SelectionError(f"each of {', '.join(names)} is a {what}; leave out a plugin (--no-plugin)")
+        return names[0]
+
     @property
     def sections(self) -> PluginSections:
         """The sections of the configuration that the plugins add."""
@@ -339,7 +346,7 @@ class PluginHost:
         self._manager.register(module, plugin.name)
         for kind, hook in HOOKS.items():
             for function in self._implementations(hook, module):
-                plugin.offers.setdefault(kind, {}).update(checked_offers(hook, function()))
+                plugin.offers.setdefault(kind, {}).update(checked_offers(kind, function()))
         for function in self._implementations(SECTIONS, module):
             # environments run where it cannot be imported
             from grpo_core.config.sections import offered_sections
@@ -393,7 +400,7 @@ class PluginHost:
             return Selected(kind, name, plugin, Offer(_agent_of(module)))
         factory = getattr(module, wanted, None) if wanted else None
         if callable(factory):
-            return Selected(kind, name, plugin, Offer(factory))
+            return Selected(kind, name, plugin, as_offer(kind, factory))
         here = {
             key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
         }
@@ -412,12 +419,13 @@ class PluginHost:
         error.__cause__ = plugin.fault
         return error
 
-    def _unknown(self, kind: Kind, name: str) -> SelectionError:
+    def _unknown(self, kind: Kind, name: str, what: str = "") -> SelectionError:
+        what = what or f"{spaced(kind)} {name!r}"
         head, _, rest = name.partition(":")
         twins = [f"{p.name}:{rest}" for p in self.plugins if rest and p.name.endswith(f"/{head}")]
         if twins:
             return SelectionError(
-                f"{spaced(kind)} {name!r}: {len(twins)} distributions have a plugin {head!r}; "
+                f"{what}: {len(twins)} distributions have a plugin {head!r}; "
                 f"write {' or '.join(map(repr, twins))}"
             )
         offered = [(p.name, offer) for p in self.plugins for offer in p.offers.get(kind, {})]
@@ -426,14 +434,14 @@ class PluginHost:
         here = {p.name for p in self.plugins} | set(self.left_out)
         if self.of_program(name):
             return SelectionError(
-                f"there is no {spaced(kind)} {name!r} here: a Python program gave it to grpo_core.train(). "
+                f"there is no {what} here: a Python program gave it to grpo_core.train(). "
                 "Run that program, or write the object into a file and name it as ./file.py:NAME"
             )
         if (command := install_command(kind, name)) and head not in here:
-            begin = f"there is no {spaced(kind)} {name!r}: {command}."
+            begin = f"there is no {what}: {command}."
         else:
             known = did_you_mean(name, spellings | bare) or ("" if ":" in name else taken_elsewhere(name))
-            begin = f"there is no {spaced(kind)} {name!r}.{known}"
+            begin = f"there is no {what}.{known}"
         parts = [f"{begin} Installed: {', '.join(sorted(spellings)) or 'none'}"]
         parts += [f"left out: plugin {plugin!r} ({why})" for plugin, why in self.left_out.items()]
         parts += [f"broken: {p}: {p.error}" for p in self.plugins if p.fault is not None]

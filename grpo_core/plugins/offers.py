@@ -25,7 +25,7 @@ from grpo_core.contracts.errors import (
     plugin_errors,
     with_place,
 )
-from grpo_core.contracts.hookspecs import Function, Offer
+from grpo_core.contracts.hookspecs import OFFERS, Function, Offer
 from grpo_core.contracts.typed import wrong
 
 if TYPE_CHECKING:
@@ -97,7 +97,8 @@ class Selected:
     kind: Kind
     name: str
     plugin: Plugin
-    offer: Offer
+    offer: Any
+    """The ``Offer``, or the record of its kind."""
     args: tuple[str, ...] = ()
     """The rest of the name, if the plugin offers a prefix; it is the first argument."""
 
@@ -144,24 +145,27 @@ def check_requirements(selected: Selected) -> None:
             raise ConfigError(f"{selected}: {module} is not installed: {command}")
 
 
-def checked_offers(hook: str, returned: Any) -> dict[str, Offer]:
+def checked_offers(kind: Kind, returned: Any) -> dict[str, Offer]:
+    hook = HOOKS[kind]
     if not isinstance(returned, Mapping):
         raise PluginError(f"{hook}() returned {type(returned).__name__}, expected a dict of name: factory")
-    offers = {name: as_offer(given) for name, given in returned.items()}
+    offers = {name: as_offer(kind, given) for name, given in returned.items()}
     for name, offer in offers.items():
-        factory = offer.factory
+        factory, record = offer.factory, OFFERS.get(kind, Offer)
         if not isinstance(name, str) or not name:
             raise PluginError(f"{hook}() offers {name!r}: a name must be a string")
         if not callable(factory) and not (isinstance(factory, str) and re.fullmatch(r"[\w.]+:\w+", factory)):
             raise PluginError(
                 f'{hook}() offers {name!r} as {factory!r}: expected a callable or "module:attribute"'
             )
+        if type(offer) is not record:
+            raise PluginError(f"{hook}() offers {name!r} as {type(offer).__name__}: use {record.__name__}")
     return offers
 
 
-def as_offer(given: Offer | Function) -> Offer:
-    """Return an offer as it is, and a bare factory as an offer."""
-    return given if isinstance(given, Offer) else Offer(given)
+def as_offer(kind: Kind, given: Offer | Function) -> Offer:
+    """Return an offer as it is, and a bare factory as an offer of its kind."""
+    return given if isinstance(given, Offer) else OFFERS.get(kind, Offer)(given)
 
 
 def matching(
@@ -186,12 +190,7 @@ def signature_of(factory: Factory) -> inspect.Signature | None:
 
 
 def check_options(
-    selected: Selected,
-    factory: Factory,
-    options: Mapping[str, Any],
-    *,
-    given: int | None,
-    more: str = "",
+    selected: Selected, factory: Factory, options: Mapping[str, Any], *, given: int | None, more: str = ""
 ) -> None:
     """Check names and types of options against the signature, which may be that of an attrs class.
 

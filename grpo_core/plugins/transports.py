@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.hookspecs import Transport
 from grpo_core.plugins.host import PluginHost
 
-SHM = Transport(
-    writer="grpo_core.weights.shm:writer",
-    reader="grpo_core.weights.shm:read",
-)
+SHM = Transport(writer="grpo_core.weights.shm:writer", reader="grpo_core.weights.shm:read")
 
 
 _found: dict[str, Transport] = {}
 """Transports that this process has found, by name."""
 
 
-def find_transport(name: str, plugins: PluginHost) -> Transport:
+def find_transport(name: str, plugins: PluginHost, options: Mapping[str, Any] = {}) -> Transport:
     """Return a transport by its name.  Raises PluginError or ConfigError if there is none."""
     if ":" in name:  # engines find it by the prefix of a location
         raise ConfigError(f"engine.transport = {name!r}: expected a name without a colon")
-    found: Transport = plugins.make("transport", name)
+    found: Transport = plugins.make("transport", name, **options)
     _found[name] = found
     return found
 

@@ -10,13 +10,11 @@ from grpo_core.contracts.protocols import Tracker
 from grpo_core.contracts.records import RunInfo
 from grpo_core.plugins.host import PluginHost
 
-REPORT = "report"
-"""A plugin's tracker that is selected by default."""
-
 
 def selected(config: TrackingConfig, host: PluginHost) -> list[str]:
-    """Return the names of the selected trackers, without ``REPORT`` where no plugin offers it."""
-    return [name for name in config.trackers if name != REPORT or host.offers("tracker", name)]
+    """Return the names of the selected trackers; ``"*"`` is those that plugins offer by default."""
+    every = {"*": host.in_role("tracker", "is_default")}
+    return list(dict.fromkeys(each for name in config.trackers for each in every.get(name, [name])))
 
 
 def check_trackers(config: TrackingConfig, host: PluginHost) -> None:
@@ -25,19 +23,18 @@ def check_trackers(config: TrackingConfig, host: PluginHost) -> None:
     Raises ConfigError if a tracker is not installed, is selected twice, or has no such option, and for
     options of a tracker that is not selected.
     """
-    for name in selected(config, host):
-        if config.trackers.count(name) > 1:
-            raise ConfigError(f"tracking.trackers: {name!r} is listed twice")
+    names = selected(config, host)
+    for name in names:
         try:
             host.check_options("tracker", name, config.options.get(name, {}))
         except PluginError as error:
             raise ConfigError(f"tracking.trackers: {error}") from error
     for name in config.options:
-        if name not in config.trackers:
-            near = did_you_mean(name, set(config.trackers))
+        if name not in names:
+            near = did_you_mean(name, set(names))
             raise ConfigError(
                 f"tracking.{name}: options of a tracker that tracking.trackers does not select.{near} "
-                f"It selects: {', '.join(config.trackers) or 'no tracker'}"
+                f"It selects: {', '.join(names) or 'no tracker'}"
             )
 
 

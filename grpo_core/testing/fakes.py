@@ -25,6 +25,7 @@ from grpo_core.contracts.records import (
     Feedback,
     GenerationRequest,
     Group,
+    Judgement,
     Message,
     Prompt,
     SampleRequest,
@@ -244,12 +245,12 @@ class FakeEnvironment:
         self.opened += prompts
         return [SessionStart(tools=self.tools)] * len(prompts)
 
-    async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
+    async def evaluate(self, episodes: Sequence[Episode]) -> list[Judgement]:
         self.calls.append(len(episodes))
         await asyncio.sleep(self.seconds)
-        return [self.feedback(episode) for episode in episodes]
+        return [Judgement.of(self.feedback(episode)) for episode in episodes]
 
-    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
+    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Judgement | None:
         raise NotImplementedError("this environment runs no agents")
 
     async def close(self, sessions: Sequence[str]) -> None:

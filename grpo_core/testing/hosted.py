@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from grpo_core.contracts.errors import PluginError, fault_of, with_place
 from grpo_core.contracts.incidents import report
 from grpo_core.contracts.playing import Player
-from grpo_core.contracts.records import AgentClient, Episode, Feedback, Prompt, SessionStart
+from grpo_core.contracts.records import AgentClient, Episode, Judgement, Prompt, SessionStart
 from grpo_core.environments.host import EnvironmentHost, Slotted, units
 
 T = TypeVar("T")
@@ -87,14 +87,14 @@ class HostedEnvironment:
             return [SessionStart(tools=self._description["tools"])] * len(prompts)
         return await self._called(lambda: self.host.open(list(prompts.items())))
 
-    async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
+    async def evaluate(self, episodes: Sequence[Episode]) -> list[Judgement]:
         """Feedback for each episode, in order."""
         self.calls.append(len(episodes))
         whole = self.slots != "all"
         parts = [episodes] if whole else units(episodes, whole_groups=self.needs_group)
         return await self._called(lambda: [feedback for part in parts for feedback in self._evaluate(part)])
 
-    def _evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
+    def _evaluate(self, episodes: Sequence[Episode]) -> list[Judgement]:
         try:
             return self.host.evaluate(episodes)
         except PluginError:
@@ -103,7 +103,7 @@ class HostedEnvironment:
             failure, fault = with_place(error), fault_of(error)
         parts = units(episodes, whole_groups=self.needs_group)
         if len(parts) == 1:
-            return [Feedback(error=failure, fault=fault)] * len(episodes)
+            return [Judgement(error=failure, fault=fault)] * len(episodes)
         feedback = [each for part in parts for each in self._evaluate(part)]
         if all(each.error is None for each in feedback):
             report(
@@ -115,7 +115,7 @@ class HostedEnvironment:
             )
         return feedback
 
-    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
+    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Judgement | None:
         """Let the agent play a rollout; None if ``evaluate`` judges it.
 
         Cancelling this cancels the agent.
@@ -125,7 +125,7 @@ class HostedEnvironment:
         except PluginError:
             raise
         except Exception as error:
-            return Feedback(error=with_place(error), fault=fault_of(error))
+            return Judgement(error=with_place(error), fault=fault_of(error))
 
     async def close(self, sessions: Sequence[str]) -> None:
         """End these sessions."""

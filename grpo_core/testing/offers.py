@@ -29,5 +29,5 @@ def make_offer(
 def bound(kind: Kind, function: Function | Offer, options: Mapping[str, Any]) -> Bound[Any, Any]:
     """A function that no plugin offers, with its options, as a run calls it."""
     plugin = Plugin(name="checked", distribution="", version="", module="")
-    selected = Selected(kind, "checked", plugin, as_offer(function))
+    selected = Selected(kind, "checked", plugin, as_offer(kind, function))
     return Bound(selected, selected.load(), options)

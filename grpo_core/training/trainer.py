@@ -87,8 +87,8 @@ class TorchTrainer:
         if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)  # otherwise some calls would allocate on the first GPU
         host = PluginHost.discover(setup.plugins, setup.block)
-        transport = find_transport(setup.transport, host)
-        leaves = transport.remote and not is_loopback(setup.collective_host)
+        transport = find_transport(setup.transport, host, setup.transport_options)
+        leaves = transport.remote and not is_loopback(transport.host)
         self._ranks = self.join(leaves=leaves)
         # before the model is made: its port may be taken
         self._writer: Writer = load_object(transport.writer, who="transport")(setup, self.device, self._ranks)

@@ -33,6 +33,7 @@ from grpo_core.contracts.records import (
     Episode,
     Feedback,
     GenerationRequest,
+    Judgement,
     Message,
     Prompt,
     SessionStart,
@@ -246,7 +247,7 @@ class Judge:
     async def _die(self, episodes: Sequence[Episode]) -> list[Feedback]:
         report("died", self._name, "its process ended with exit status -11; it is started again")
         await asyncio.sleep(2.0)
-        return [Feedback(error="its process ended with exit status -11", lost=True)] * len(episodes)
+        return [Judgement(error="its process ended with exit status -11", lost=True)] * len(episodes)
 
     async def _hang(self, episodes: Sequence[Episode]) -> list[Feedback]:
         await asyncio.sleep(self.task.patience)

@@ -46,6 +46,7 @@ from grpo_core.contracts.records import (
     FinishReason,
     GenerationRequest,
     Group,
+    Judgement,
     Message,
     Prompt,
     Rollout,
@@ -680,7 +681,7 @@ class SimulatedEnvironment:
         try:
             await asyncio.wait([playing])
             if playing.cancelled():
-                return Feedback(error="its agent died with its process", lost=True)
+                return Judgement(error="its agent died with its process", lost=True)
             return playing.result()
         finally:
             await cancel([playing])
@@ -714,7 +715,7 @@ class SimulatedEnvironment:
         fault = self._dice.pick("unscored", "nan_reward")
         ended = episode.truncated and self._truth.rules.truncated == "unscored"  # shown for its group's sake
         if episode.session in self._lost and not ended:
-            return Feedback(error="its session ended with its process", lost=True)
+            return Judgement(error="its session ended with its process", lost=True)
         if episode.prompt.id.startswith(HELD_OUT) or ended:
             fault = None
         if fault == "unscored":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from grpo_core import hookimpl
+from grpo_core import Offer, hookimpl
 
 
 @hookimpl
@@ -16,5 +16,5 @@ def grpo_environments() -> Mapping[str, str]:
 
 
 @hookimpl
-def grpo_players() -> Mapping[str, str]:
-    return {"agents": "grpo_plugin_agents.server:AgentServer"}
+def grpo_players() -> Mapping[str, Offer]:
+    return {"agents": Offer("grpo_plugin_agents.server:AgentServer", role="plays_agents")}

@@ -58,8 +58,6 @@ class _Row:
     parts: list[Tokens]
     tip: Node | None = None
     """The last completion of the row."""
-    turn_tokens: list[int] = field(factory=list)
-    """Number of tokens of each completion."""
 
     def segment(self) -> Segment:
         return Segment(prompt_ids=self.prompt_ids, tokens=Tokens.concatenate(self.parts))
@@ -237,7 +235,6 @@ class Recorder:
             self.tool_calls += len(calls)
         row = self._row(turn)
         row.parts.append(completion.tokens)
-        row.turn_tokens.append(len(completion.tokens))
         room = self.limits.room(len(turn.context) + len(completion.tokens))
         reason: EndReason = completion.finish_reason
         node = Node(
@@ -260,7 +257,7 @@ class Recorder:
     def _row(self, turn: Turn) -> _Row:
         """Return the row that a completion extends; a completion is in exactly one row."""
         parent = turn.parent
-        if parent is not None and turn.new is not None and parent.row.tip is parent:
+        if parent is not None and turn.new is not None and len(turn.new) and parent.row.tip is parent:
             parent.row.parts.append(Tokens.context(turn.new))
             self._rows.remove(parent.row)
             self._rows.append(parent.row)
@@ -275,7 +272,6 @@ class Recorder:
         return Recording(
             segments=tuple(row.segment() for row in self._rows),
             messages=() if last is None else last.conversation(),
-            turn_tokens=tuple(tokens for row in self._rows for tokens in row.turn_tokens),
             tool_calls=self.tool_calls,
             finish_reason=self.limit or ("stop" if last is None else last.finish_reason),
             limited=self.limit is not None,

@@ -366,7 +366,7 @@ async def played(session: Session) -> Recording:
         task = session.play.prompt.environment
         report("control_in_text", f"agents of task {task!r}", session.unreadable)
         feedback = Feedback(error=session.unreadable)
-    if not recording.turns and (feedback is None or feedback.error is None):
+    if not recording.turn_tokens and (feedback is None or feedback.error is None):
         feedback = Feedback(error=_NO_CALL)
     return evolve(recording, feedback=feedback)
 

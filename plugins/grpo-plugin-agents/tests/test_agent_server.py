@@ -258,7 +258,7 @@ def test_an_openai_client_talks_over_several_turns_and_calls_tools():
             assert [each.id async for each in model.models.list()] == ["policy"]
 
     recording = story(play, CALL, "it costs 2")
-    assert (len(recording.segments), recording.turns, recording.tool_calls) == (1, 2, 1)
+    assert (len(recording.segments), len(recording.turn_tokens), recording.tool_calls) == (1, 2, 1)
     assert [message["role"] for message in recording.messages] == ["user", "assistant", "tool", "assistant"]
 
 
@@ -307,7 +307,9 @@ def test_thinking_is_given_apart_from_the_reply(stream):
 
     texts = ["<think>\nis it 2?\n</think>\n\nit costs 2", f"<think>look it up</think>{CALL}", "a < b"]
     recording = story(play, *texts)
-    assert (len(recording.segments), recording.turns) == (1, 3), "the agent goes on, without its tags"
+    assert (len(recording.segments), len(recording.turn_tokens)) == (1, 3), (
+        "the agent goes on, without its tags"
+    )
     said = [message["content"] for message in recording.messages if message["role"] == "assistant"]
     assert said == [texts[0], "<think>look it up</think>", "a < b"], "an environment reads what was said"
 
@@ -449,7 +451,7 @@ def test_an_openai_client_of_responses_continues_by_id_and_by_items():
             assert third.output_text == "because"
 
     recording = story(play, CALL, "it costs 2", "because")
-    assert (len(recording.segments), recording.turns) == (1, 3)
+    assert (len(recording.segments), len(recording.turn_tokens)) == (1, 3)
 
 
 def test_messages_of_anthropic_with_tools_and_streams():
@@ -686,7 +688,7 @@ def test_each_completion_of_a_request_is_a_turn_of_its_limit(n, fits):
                 await asking
 
     recording = story(play, "a", "b", "c", "d", limits=Limits(max_tokens=9, max_turns=3, context=100))
-    assert (recording.turns, recording.limited) == ((3, False) if fits else (1, True))
+    assert (len(recording.turn_tokens), recording.limited) == ((3, False) if fits else (1, True))
 
 
 def test_a_conversation_that_is_too_long_is_refused():
@@ -747,7 +749,7 @@ def test_an_engine_that_fails_is_the_engines_fault_and_a_broken_one_ends_the_run
         assert status == 503
         scene.engine.fault = lambda: False
         failed = await scene.play.renderer.run(lambda: scene.session.recorder.recording("x"), 0)
-        assert (failed.turns, failed.segments, scene.session.recorder.turns) == (0, (), 0)
+        assert (failed.segments, scene.session.recorder.turns) == ((), 0)
         scene.engine.say = lambda request: None
         scene.engine.generate = lambda requests: asyncio.sleep(0, result=[])
         status, _ = await scene.post("/chat/completions", {"messages": [*ASKED, *ASKED]})

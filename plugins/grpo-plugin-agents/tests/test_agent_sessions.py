@@ -113,9 +113,7 @@ def check(recording, engine):
             found.append(key)
             place = end
     assert sorted(found) == sorted(made), "every completion is trained once"
-    assert recording.turns == len(engine.said)
-    sampled = [segment.tokens.n_sampled for segment in recording.segments]
-    assert sum(recording.turn_tokens) == sum(sampled)
+    assert sum(map(bool, recording.turn_tokens)) == len(made)
 
 
 # ---------------------------------------------------------------------------------- what a session keeps
@@ -151,7 +149,7 @@ async def talked(turns, renderer):
 def test_a_session_keeps_what_was_said_once_however_often_it_is_sent():
     async def kept(turns):
         session = await talked(turns, FakeRenderer())
-        assert session.recorder.recording().turns == turns
+        assert len(session.recorder.recording().turn_tokens) == turns
         return kept_by(session.recorder, session._replies)
 
     (few, _), (many, messages) = run(kept(30), seed=0), run(kept(120), seed=0)

@@ -33,24 +33,24 @@ def grpo_advantages() -> dict[str, grpo.Offer]:
 
 
 @grpo.hookimpl
-def grpo_optimizers() -> dict[str, grpo.Offer]:
+def grpo_optimizers() -> dict[str, grpo.OptimizerOffer]:
     home = "grpo_plugin_algorithms.optimizers"
     eps = f"{home}:check_eps"
     return {
-        "adamw_8bit": grpo.Offer(
+        "adamw_8bit": grpo.OptimizerOffer(
             f"{home}:adamw_8bit",
             requires={"bitsandbytes": "pip install 'grpo-core[optimizers]'"},
             check=eps,
             state=f"{home}:adamw_8bit_state",
         ),
-        "adamw_torchao": grpo.Offer(
+        "adamw_torchao": grpo.OptimizerOffer(
             f"{home}:adamw_torchao",
             requires={"torchao": "pip install 'grpo-core[torchao]'"},
             check=eps,
             state=f"{home}:adamw_torchao_state",
             restored=f"{home}:adamw_torchao_restored",
         ),
-        "muon": grpo.Offer(f"{home}:muon", check=f"{home}:check_muon", state=f"{home}:muon_state"),
+        "muon": grpo.OptimizerOffer(f"{home}:muon", check=f"{home}:check_muon", state=f"{home}:muon_state"),
     }
 
 

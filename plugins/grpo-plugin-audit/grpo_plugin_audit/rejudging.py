@@ -20,7 +20,6 @@ from attrs import define, evolve, field, frozen
 from grpo_core import (
     ConfigError,
     Episode,
-    Feedback,
     Group,
     GrpoError,
     Message,
@@ -30,7 +29,7 @@ from grpo_core import (
     advantages,
     rewards,
 )
-from grpo_core.kit import EnvironmentClient, Tasks
+from grpo_core.kit import EnvironmentClient, Judgement, Tasks
 
 AT_ONCE = 256
 """Number of rollouts that are judged concurrently; groups are not split."""
@@ -128,7 +127,7 @@ class _Replay:
             completion_tokens=self.tokens[self.turn],
         )
 
-    def take(self, feedback: Feedback) -> None:
+    def take(self, feedback: Judgement) -> None:
         """Record the feedback on the current turn."""
         if self.done:  # evaluated again only as part of its group
             return

@@ -17,8 +17,8 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core import Episode, Feedback, GrpoError, PluginError, Prompt, Rollout, advantages, errors
-from grpo_core.kit import EnvironmentConfig, EnvironmentWorker, Incident, assistant_message
+from grpo_core import Episode, GrpoError, PluginError, Prompt, Rollout, advantages, errors
+from grpo_core.kit import EnvironmentConfig, EnvironmentWorker, Incident, Judgement, assistant_message
 from grpo_plugin_devkit.agents import play_agent, play_side_by_side
 
 T = TypeVar("T")
@@ -134,8 +134,8 @@ class Conformance:
     _played: list[Rollout] = field(factory=list)
     """Rollouts of the agent with these replies."""
     _train: list[Prompt] = field(factory=list)
-    _judgements: list[tuple[Reply, Feedback]] = field(factory=list)
-    """Feedback on ``RUBBISH``, in the order of the replies."""
+    _judgements: list[tuple[Reply, Judgement]] = field(factory=list)
+    """Judgements of ``RUBBISH``, in the order of the replies."""
     _names: Iterator[int] = field(factory=itertools.count)
 
     def start(self) -> None:
@@ -264,7 +264,7 @@ class Conformance:
         threshold = "" if success is None else f", each with a reward of at least {success:g}"
         return f"{len(ended)} of {len(ended)}{threshold}, and more than nonsense{self._in_its_group}"
 
-    def _nonsense(self, prompt: Prompt, reply: str, group: Sequence[Feedback]) -> Sequence[Feedback]:
+    def _nonsense(self, prompt: Prompt, reply: str, group: Sequence[Judgement]) -> Sequence[Judgement]:
         """Return the feedback on nonsense that a solution is compared with."""
         if self.environment.needs_group:
             return group[1:]
@@ -461,7 +461,7 @@ class Conformance:
     def _rewards(self, plays: Sequence[Reply]) -> list[float | None]:
         return [feedback.reward for feedback in self._judged(plays)]
 
-    def _judged(self, plays: Sequence[Reply]) -> list[Feedback]:
+    def _judged(self, plays: Sequence[Reply]) -> list[Judgement]:
         """Return the feedback on the first turn of each play."""
         return [group[0] for group in self._groups(plays)]
 
@@ -472,7 +472,7 @@ class Conformance:
         others = [(prompt, other) for other in beside if other != reply]
         return [play, *others[: self._members - 1]]
 
-    def _groups(self, plays: Sequence[Reply], *, to_the_end: bool = False) -> list[list[Feedback]]:
+    def _groups(self, plays: Sequence[Reply], *, to_the_end: bool = False) -> list[list[Judgement]]:
         """Return the feedback on the first turn of each play and of the other members of its group.
 
         ``to_the_end``: play further turns with the replies of ``solve``.
@@ -502,7 +502,7 @@ class Conformance:
             self.wait(self.environment.close(names))
         return [feedback[begin : begin + members] for begin in range(0, len(feedback), members)]
 
-    def _next_turn(self, episodes: list[Episode], feedback: list[Feedback], tools: bool) -> None:
+    def _next_turn(self, episodes: list[Episode], feedback: list[Judgement], tools: bool) -> None:
         """Play the next turn of unfinished episodes with the replies of ``solve``; rewards are added."""
         going = [index for index, v in enumerate(feedback) if not v.done and v.error is None]
         talks = [(*episodes[index].messages, *feedback[index].messages) for index in going]
@@ -533,7 +533,7 @@ def _expect(holds: object, otherwise: str) -> None:
         raise Broken(otherwise)
 
 
-def _expect_numbers(prompt: Prompt, reply: str, judged: Feedback | Rollout) -> None:
+def _expect_numbers(prompt: Prompt, reply: str, judged: Judgement | Rollout) -> None:
     for name, value in judged.left_out.items():
         raise Broken(
             f"{_case(prompt, reply)}: the metric {name!r} is {value}, expected a finite number. A run leaves "
@@ -541,7 +541,7 @@ def _expect_numbers(prompt: Prompt, reply: str, judged: Feedback | Rollout) -> N
         )
 
 
-def _is_none(feedback: Feedback) -> bool:
+def _is_none(feedback: Judgement) -> bool:
     """Whether the feedback ends the rollout without a reward."""
     return feedback.error is not None or (feedback.done and feedback.reward is None)
 
@@ -564,7 +564,7 @@ def _end(talks: Counter[str]) -> str:
     return repr(min(talks)[-80:]) if talks else "nothing"
 
 
-def _given(feedback: Feedback) -> str:
+def _given(feedback: Judgement) -> str:
     if feedback.error is not None:
         return f"unscored: {feedback.error}"
     if feedback.reward is not None:

@@ -98,7 +98,7 @@ SORTS: Mapping[str, Sort] = {
     "tracker": Sort(
         kind="tracker",
         contract="grpo_plugin_devkit.trackers:check_tracker",
-        trains="""--env math:sort --set 'tracking.trackers=["files", "terminal", "report", "NAME"]'""",
+        trains="""--env math:sort --set 'tracking.trackers=["files", "terminal", "*", "NAME"]'""",
     ),
 }
 VARIANTS: Mapping[str, tuple[str, ...]] = {"multi_turn": (), "tools": (), "judge": ("aiohttp>=3.10",)}

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from grpo_core import AgentClient, Episode, Feedback, Message, Prompt, Rollout, SessionStart
-from grpo_core.kit import EnvironmentClient, inert
+from grpo_core import AgentClient, Episode, Message, Prompt, Rollout, SessionStart
+from grpo_core.kit import EnvironmentClient, Judgement, inert
 
 STYLES = {"user": "cyan", "system": "magenta", "tool": "yellow", "assistant": "green"}
 
@@ -75,7 +75,7 @@ class Transcript:
             about = " ".join(str(function.get("description", "")).split())
             self._block(f"{function.get('name')}({named})  {about}".rstrip())
 
-    def feedback(self, feedback: Feedback) -> None:
+    def feedback(self, feedback: Judgement) -> None:
         """Print the feedback on a turn that does not end the rollout."""
         if feedback.reward:
             metrics = "".join(f", {name} {value:.4g}" for name, value in feedback.metrics.items())
@@ -156,7 +156,7 @@ class ShownEnvironment(EnvironmentClient):
             self.has_tools = bool(start.tools)
         return opened
 
-    async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
+    async def evaluate(self, episodes: Sequence[Episode]) -> list[Judgement]:
         for episode in episodes:
             if self.player is None:
                 self._transcript.reply(episode.messages[-1])
@@ -167,7 +167,7 @@ class ShownEnvironment(EnvironmentClient):
                 self._transcript.feedback(each)
         return feedback
 
-    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
+    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Judgement | None:
         return await self._environment.run(session, prompt, client)
 
     async def close(self, sessions: Sequence[str]) -> None:

@@ -138,7 +138,7 @@ def test_every_kind_of_plugin_works_with_every_other_kind(tmp_path):
     for key in ("sampler", "validation", "engine", "loss", "advantage"):
         chosen[f"{key}.name"] = name[key]
     chosen[f"filters.{name['filter']}"] = "{share = 1.0}"
-    chosen["tracking.trackers"] = f'["files", "terminal", "report", "{name["tracker"]}"]'
+    chosen["tracking.trackers"] = f'["files", "terminal", "*", "{name["tracker"]}"]'
     settings = [word for key, value in chosen.items() for word in ("--set", f"{key}={value}")]
     paths = os.pathsep.join(map(str, projects))
     told = done("grpo-core train --output run", paths, tmp_path, *settings)

@@ -28,7 +28,6 @@ from grpo_core import (
     ConfigError,
     Environment,
     Episode,
-    Feedback,
     GrpoError,
     PluginError,
     Prompt,
@@ -36,7 +35,7 @@ from grpo_core import (
     did_you_mean,
     errors,
 )
-from grpo_core.kit import DEADLINE, SCORES, PluginHost, as_feedback, evaluate_of, units
+from grpo_core.kit import DEADLINE, SCORES, Judgement, PluginHost, as_feedback, evaluate_of, units
 
 KEYS = ("env", "options", "weight", "requires")
 """Keys of a part."""
@@ -160,19 +159,19 @@ class Compose:
 
     # ------------------------------------------------------------------------------ evaluation
 
-    def _now(self, episodes: Sequence[Episode]) -> list[Feedback]:
+    def _now(self, episodes: Sequence[Episode]) -> list[Judgement]:
         """Evaluate without async parts: the coroutine awaits nothing, so one step completes it."""
         running = self._later(episodes)
         try:
             running.send(None)
         except StopIteration as end:
-            feedback: list[Feedback] = end.value
+            feedback: list[Judgement] = end.value
             return feedback
         raise AssertionError("a part that is not async was awaited")
 
-    async def _later(self, episodes: Sequence[Episode]) -> list[Feedback]:
+    async def _later(self, episodes: Sequence[Episode]) -> list[Judgement]:
         """Evaluate the first part, then the others stage by stage, and combine the feedback."""
-        found: list[dict[str, Feedback]] = [{} for _ in episodes]
+        found: list[dict[str, Judgement]] = [{} for _ in episodes]
         first = self._parts[0]
         await self._evaluate_parts([(first, list(range(len(episodes))))], episodes, found)
         ended = [
@@ -189,7 +188,7 @@ class Compose:
         return [self._combined(parts, ended=i in over) for i, parts in enumerate(found)]
 
     async def _evaluate_parts(
-        self, questions: _Questions, episodes: Sequence[Episode], found: list[dict[str, Feedback]]
+        self, questions: _Questions, episodes: Sequence[Episode], found: list[dict[str, Judgement]]
     ) -> None:
         """Evaluate parts concurrently, and store their feedback."""
         answers = [self._feedback(part, [episodes[i] for i in indices]) for part, indices in questions]
@@ -208,12 +207,12 @@ class Compose:
             return part.evaluate(episodes)
         return self._within_its_limit(part, part.limit, episodes)
 
-    async def _within_its_limit(self, part: Part, limit: int, episodes: list[Episode]) -> list[Feedback]:
+    async def _within_its_limit(self, part: Part, limit: int, episodes: list[Episode]) -> list[Judgement]:
         if part.name not in self._gates:
             self._gates[part.name] = asyncio.Semaphore(limit)
         gate, who = self._gates[part.name], _who(part)
 
-        async def one(unit: list[Episode]) -> list[Feedback]:
+        async def one(unit: list[Episode]) -> list[Judgement]:
             async with gate:
                 answer = await part.evaluate(unit)
                 return as_feedback(answer, len(unit), who, ids=[each.prompt.id for each in unit])
@@ -222,7 +221,7 @@ class Compose:
         found = await asyncio.gather(*map(one, units(episodes, whole_groups=whole_groups)))
         return [feedback for each in found for feedback in each]
 
-    def _combined(self, found: Mapping[str, Feedback], *, ended: bool) -> Feedback:
+    def _combined(self, found: Mapping[str, Judgement], *, ended: bool) -> Judgement:
         """Combine the feedback of parts on an episode; parts that were not evaluated are absent."""
         first = self._parts[0]
         own = found[first.name]
@@ -231,7 +230,7 @@ class Compose:
             name, feedback = lost[0]
             away = next((each.unavailable for _, each in lost if each.unavailable is not None), None)
             error = f"{name}: {feedback.error or 'unscored'}"
-            return Feedback(error=error, unavailable=away, metrics=self._metrics(found))
+            return Judgement(error=error, unavailable=away, metrics=self._metrics(found))
         worth = {
             part.name: part.weight * (found[part.name].reward or 0.0) if part.name in found else 0.0
             for part in self._parts
@@ -252,7 +251,7 @@ class Compose:
             train=all(feedback.train for feedback in found.values()),
         )
 
-    def _metrics(self, found: Mapping[str, Feedback]) -> dict[str, float]:
+    def _metrics(self, found: Mapping[str, Judgement]) -> dict[str, float]:
         """Return the metrics of all parts.  Raises PluginError if two have the same name."""
         metrics: list[tuple[str, float]] = []
         for part in self._parts:
@@ -275,7 +274,7 @@ def _who(part: Part) -> str:
     return f"compose: part {part.name!r}"
 
 
-def _counts(part: Part, found: Mapping[str, Feedback]) -> bool:
+def _counts(part: Part, found: Mapping[str, Judgement]) -> bool:
     """Whether a part is evaluated: all required rewards exist and are high enough."""
     rewards = {name: found[name].reward if name in found else None for name in part.requires}
     return all(

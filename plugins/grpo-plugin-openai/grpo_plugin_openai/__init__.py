@@ -8,9 +8,9 @@ import grpo_core
 
 
 @grpo_core.hookimpl
-def grpo_engines() -> Mapping[str, grpo_core.Offer]:
+def grpo_engines() -> Mapping[str, grpo_core.EngineOffer]:
     return {
-        "openai": grpo_core.Offer(
+        "openai": grpo_core.EngineOffer(
             "grpo_plugin_openai.engine:OpenAIEngine", gives="text", check="grpo_plugin_openai.engine:check"
         )
     }

@@ -17,13 +17,14 @@ RAY = {"ray": "pip install 'grpo-core[ray]'"}
 
 @grpo_core.hookimpl
 def grpo_placements() -> Mapping[str, grpo_core.Offer]:
-    return {"ray": grpo_core.Offer("grpo_plugin_ray.placement:RayPlacement", requires=RAY)}
+    placement = "grpo_plugin_ray.placement:RayPlacement"
+    return {"ray": grpo_core.Offer(placement, requires=RAY, role="crosses_machines")}
 
 
 @grpo_core.hookimpl
-def grpo_trainers() -> Mapping[str, grpo_core.Offer]:
+def grpo_trainers() -> Mapping[str, grpo_core.TrainerOffer]:
     return {
-        "ray": grpo_core.Offer(
+        "ray": grpo_core.TrainerOffer(
             "grpo_plugin_ray.trainer:ray_trainer",
             placement="ray",
             check="grpo_plugin_ray.trainer:check",

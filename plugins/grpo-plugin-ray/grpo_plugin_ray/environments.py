@@ -15,7 +15,6 @@ from grpo_core import (
     ChildDied,
     Environment,
     Episode,
-    Feedback,
     PluginError,
     Prompt,
     SessionStart,
@@ -24,6 +23,7 @@ from grpo_core.kit import (
     EnvironmentConfig,
     EnvironmentProcess,
     Incident,
+    Judgement,
     PluginSelection,
     report,
     reported_to,
@@ -144,11 +144,11 @@ class RayEnvironment:
         opened: list[SessionStart] = await self._ask("open", dict(prompts))
         return opened
 
-    async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
-        feedback: list[Feedback] = await self._ask("evaluate", list(episodes))
+    async def evaluate(self, episodes: Sequence[Episode]) -> list[Judgement]:
+        feedback: list[Judgement] = await self._ask("evaluate", list(episodes))
         return feedback
 
-    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
+    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Judgement | None:
         """Run the agent in the worker; cancelling this cancels the agent.
 
         If the worker dies, all its running rollouts are lost.
@@ -162,8 +162,8 @@ class RayEnvironment:
             raise
         except ChildDied as error:
             self._died(worker, error)
-            return Feedback(error=str(error), lost=True)
-        feedback: Feedback | None = self._unpacked(answer)
+            return Judgement(error=str(error), lost=True)
+        feedback: Judgement | None = self._unpacked(answer)
         return feedback
 
     async def close(self, sessions: Sequence[str]) -> None:

@@ -75,7 +75,7 @@ class RankWorker:
     async def start(self, target: str, setup: TrainerSetup, seconds: float) -> Any:
         """Start the rank and wait for it; raises like ``Child.started``."""
         _prepare_files(self._who, self._directory, setup)
-        variables = {**_interfaces(setup.collective_host), **setup.env_vars}
+        variables = {**_interfaces(setup.transport_options["host"]), **setup.env_vars}
         log = Path(setup.log).with_stem(f"trainer-{setup.rank}") if setup.log else None
         self._child = Child(target, {"setup": setup}, name=self._who, environ=variables, log=log)
         self._begun.set()
@@ -168,7 +168,8 @@ class RayRank(TrainerProcess):
         place: RankPlace = await self._answer(self._worker.place.remote(), self._room.seconds, "place")
         self.name = place.who
         rendezvous = await self._room.rendezvous(self._setup.rank, place)
-        setup = evolve(self._setup, collective_host=place.address, rendezvous=rendezvous)
+        options = {**self._setup.transport_options, "host": place.address}
+        setup = evolve(self._setup, transport_options=options, rendezvous=rendezvous)
         begun = self._worker.start.remote(self._target, setup, seconds)
         return await self._answer(begun, seconds, "start")
 

@@ -45,7 +45,10 @@ CHOSEN = ["--set", "trainer.name=ray", "--set", "trainer.options.spread=true"]
         (["trainer.gpus=[0, 1]"], r"trainer\.gpus = \[0, 1\]: Ray chooses the GPUs of the ranks"),
         (["trainer.device=cuda:1"], r'trainer\.device = "cuda:1": Ray chooses'),
         (["engine.transport=shm"], r'engine\.transport = "shm" needs a trainer on this machine'),
-        (["engine.collective_host=10.0.0.1"], r"engine\.collective_host = '10\.0\.0\.1': each process"),
+        (
+            ["engine.transport_options.host=10.0.0.1"],
+            r"transport_options\.host = '10\.0\.0\.1': each",
+        ),
         (["trainer.options.spraed=true"], "spraed"),
     ],
     ids=str,

@@ -25,7 +25,6 @@ from grpo_core import (
     Batch,
     Completion,
     Episode,
-    Feedback,
     GenerationRequest,
     Message,
     Prompt,
@@ -34,6 +33,7 @@ from grpo_core import (
     Trainer,
     Weights,
 )
+from grpo_core.kit import Judgement
 from grpo_plugin_replay.times import (
     EngineTimes,
     EnvironmentTimes,
@@ -267,17 +267,17 @@ class PlannedEnvironment:
     async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
         return [SessionStart()] * len(prompts)
 
-    async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
+    async def evaluate(self, episodes: Sequence[Episode]) -> list[Judgement]:
         await asyncio.sleep(log_normal(self._rng, self.times.turn, self.times.spread))
         return [self._feedback(episode) for episode in episodes]
 
-    def _feedback(self, episode: Episode) -> Feedback:
+    def _feedback(self, episode: Episode) -> Judgement:
         outcome = self._plays.of(episode.reply)
         if episode.turn + 1 < len(outcome.turn_tokens) and episode.finish_reason == "stop":
-            return Feedback(done=False, messages=({"role": "user", "content": "-"},))
-        return Feedback(reward=outcome.reward)
+            return Judgement(done=False, messages=({"role": "user", "content": "-"},))
+        return Judgement(reward=outcome.reward)
 
-    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
+    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Judgement | None:
         raise NotImplementedError("a simulated environment runs no agents")
 
     async def close(self, sessions: Sequence[str]) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from grpo_core import hookimpl
+from grpo_core import Offer, hookimpl
 
 
 @hookimpl
-def grpo_trackers() -> Mapping[str, str]:
-    return {"report": "grpo_plugin_report.report:ReportTracker"}
+def grpo_trackers() -> Mapping[str, Offer]:
+    return {"report": Offer("grpo_plugin_report.report:ReportTracker", role="is_default")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from grpo_core import Offer, Transport, hookimpl
+from grpo_core import EngineOffer, Offer, TrainerOffer, Transport, hookimpl
 from grpo_plugin_scale.config import ScaledConfig
 from grpo_plugin_scale.lora import LoraConfig
 
@@ -15,14 +15,14 @@ def grpo_config_sections() -> Mapping[str, object]:
 
 
 @hookimpl
-def grpo_engines() -> Mapping[str, str]:
-    return {"pool": "grpo_plugin_scale.engines.pool:EnginePool"}
+def grpo_engines() -> Mapping[str, EngineOffer]:
+    return {"pool": EngineOffer("grpo_plugin_scale.engines.pool:EnginePool", role="pools_engines")}
 
 
 @hookimpl
-def grpo_trainers() -> Mapping[str, Offer]:
+def grpo_trainers() -> Mapping[str, TrainerOffer]:
     return {
-        "torch": Offer(
+        "torch": TrainerOffer(
             "grpo_plugin_scale.training.process:ScaledProcess",
             memory="grpo_plugin_scale.memory:memory",
             workers="grpo_plugin_scale.config:ranks",
@@ -33,7 +33,7 @@ def grpo_trainers() -> Mapping[str, Offer]:
 
 
 @hookimpl
-def grpo_transports() -> Mapping[str, Transport]:
+def grpo_transports() -> Mapping[str, Transport | Offer]:
     return {
         "cuda_ipc": Transport(
             writer="grpo_plugin_scale.weights.cuda_ipc:writer",
@@ -42,11 +42,5 @@ def grpo_transports() -> Mapping[str, Transport]:
             same_gpu=True,
             on_device=True,
         ),
-        "collective": Transport(
-            writer="grpo_plugin_scale.weights.collective:writer",
-            reader="grpo_plugin_scale.weights.collective:pulled",
-            stream="grpo_plugin_scale.weights.collective:streamed",
-            remote=True,
-            on_device=True,
-        ),
+        "collective": Offer("grpo_plugin_scale.config:collective", role="crosses_machines"),
     }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from math import prod
 from typing import Literal
 
 from attrs import field, frozen
 from attrs.validators import ge
 
-from grpo_core import ConfigError
+from grpo_core import ConfigError, Transport
 from grpo_core.kit import Config, ModelFiles, PluginHost, files
 
 
@@ -99,3 +100,26 @@ def refuse_experts(section: ScaledConfig, path: str) -> None:
             'and trainer.weights = "float32", where the weights alone take '
             f"{4 * sum(prod(each.shape) for each in tensors.values()) / 2**30:.1f} GiB"
         )
+
+
+def collective(*, host: str = "127.0.0.1", ports: Sequence[int] = (0, 0)) -> Transport:
+    """Return the transport between machines.
+
+    Args:
+        host: address of the trainer's machine at which engines reach it; on a cluster, in its network.
+        ports: range of ports, [first, last], in which each rank of the trainer listens for engines, at the
+            first free one; [0, 0] is any free port.  A firewall has to allow the range.
+    """
+    if len(ports) != 2 or (tuple(ports) != (0, 0) and not 1 <= ports[0] <= ports[1] <= 65535):
+        raise ValueError(
+            f"engine.transport_options.ports = {list(ports)}: expected [first, last] with "
+            "1 <= first <= last <= 65535, or [0, 0] for any free port"
+        )
+    return Transport(
+        writer="grpo_plugin_scale.weights.collective:writer",
+        reader="grpo_plugin_scale.weights.collective:pulled",
+        stream="grpo_plugin_scale.weights.collective:streamed",
+        remote=True,
+        host=host,
+        on_device=True,
+    )

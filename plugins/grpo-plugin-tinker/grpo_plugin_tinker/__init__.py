@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from grpo_core import Offer, hookimpl
+from grpo_core import EngineOffer, TrainerOffer, hookimpl
 from grpo_plugin_tinker.section import TinkerConfig
 
 
@@ -14,16 +14,18 @@ def grpo_config_sections() -> Mapping[str, object]:
 
 
 @hookimpl
-def grpo_engines() -> Mapping[str, Offer]:
+def grpo_engines() -> Mapping[str, EngineOffer]:
     return {
-        "tinker": Offer("grpo_plugin_tinker.engine:TinkerEngine", check="grpo_plugin_tinker.checks:of_engine")
+        "tinker": EngineOffer(
+            "grpo_plugin_tinker.engine:TinkerEngine", check="grpo_plugin_tinker.checks:of_engine"
+        )
     }
 
 
 @hookimpl
-def grpo_trainers() -> Mapping[str, Offer]:
+def grpo_trainers() -> Mapping[str, TrainerOffer]:
     return {
-        "tinker": Offer(
+        "tinker": TrainerOffer(
             "grpo_plugin_tinker.trainer:TinkerTrainer", check="grpo_plugin_tinker.checks:of_trainer"
         )
     }

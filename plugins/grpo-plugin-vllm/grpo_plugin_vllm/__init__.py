@@ -14,16 +14,16 @@ import grpo_core
 
 
 @grpo_core.hookimpl
-def grpo_engines() -> Mapping[str, grpo_core.Offer]:
+def grpo_engines() -> Mapping[str, grpo_core.EngineOffer]:
     return {
-        "vllm": grpo_core.Offer(
+        "vllm": grpo_core.EngineOffer(
             "grpo_plugin_vllm.engine:VllmEngine",
             requires={"vllm": "pip install 'grpo-core[vllm]' (on a CPU, see docs/engines.md)"},
             check="grpo_plugin_vllm.options:check_run",
             memory="grpo_plugin_vllm.memory:memory",
             transports=("*",),
         ),
-        "http": grpo_core.Offer(
+        "http": grpo_core.EngineOffer(
             "grpo_plugin_vllm.http:HttpEngine",
             workers="grpo_plugin_vllm.http:workers",
             transports=("shm", "collective"),

@@ -250,8 +250,9 @@ class CollectiveWriter:
 
 def writer(setup: TrainerSetup, device: torch.device, ranks: publishing.Publishers) -> CollectiveWriter:
     """Return the writer of a trainer's rank."""
-    first, last = setup.collective_ports
-    return CollectiveWriter(device, setup.collective_host, range(first, last + 1), ranks)
+    options = {"host": "127.0.0.1", "ports": (0, 0), **setup.transport_options}
+    first, last = options["ports"]
+    return CollectiveWriter(device, options["host"], range(first, last + 1), ranks)
 
 
 class _Partner:
@@ -262,8 +263,8 @@ class _Partner:
             self._line = Line(socket.create_connection((host, port), timeout=MEETING))
         except OSError as error:
             raise ConnectionError(
-                f"there is no connection to {host}, port {port} ({error}); engine.collective_host must be an "
-                "address at which engines reach the trainer"
+                f"there is no connection to {host}, port {port} ({error}); engine.transport_options.host "
+                "must be an address at which engines reach the trainer"
             ) from None
         self._pair: Pair | None = None
         try:
@@ -478,6 +479,6 @@ def _listen(host: str, ports: Iterable[int]) -> socket.socket:
     where = f"port {ports[0]}" if len(ports) == 1 else f"any of the ports {ports[0]}-{ports[-1]}"
     raise ConfigError(
         f"the trainer cannot listen at {host!r}, {where if ports != [0] else 'any port'}: {problem}; set "
-        "engine.collective_host to an address of the trainer's machine, and engine.collective_ports to free "
-        "ports ([0, 0] takes any)"
+        "engine.transport_options: host to an address of the trainer's machine, and ports to free ones "
+        "([0, 0] takes any)"
     )
