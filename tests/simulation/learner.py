@@ -45,8 +45,7 @@ from grpo_core.losses.inputs import padded
 from grpo_core.training.batching import split_updates
 from grpo_core.training.totals import Totals, off_policy
 from grpo_core.training.trainer import MAX_LOST_UPDATES
-from grpo_plugin_algorithms.clipped import grpo
-from grpo_plugin_algorithms.losses import cispo
+from grpo_plugin_algorithms.losses import cispo, grpo
 
 VOCABULARY, POSITIONS, CLASSES = 10, 24, 6
 """Sizes of the table; token 0 is the stop token."""

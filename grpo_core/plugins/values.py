@@ -1,0 +1,86 @@
+"""Options of offers that are small attrs values, such as the ``kl`` of a loss.
+
+A configuration has such a value as a table or as its name alone::
+
+    [loss.options]
+    kl = { coefficient = 0.01 }
+    correction = { name = "token_mask", cap = 2 }
+
+The name is the class in snake case.  Without one, the class is that of the option's default, and so are the
+fields that are not given.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from grpo_core.contracts.errors import ConfigError, did_you_mean
+from grpo_core.plugins.offers import Factory, Selected, hint_of, signature_of
+
+MOVED = {
+    "importance_floor": "correction.floor",
+    "importance_cap": "correction.cap",
+    "kl_in": "kl.acts_on",
+    "teacher_in": "teacher.acts_on",
+    "reward_coefficient": "teacher.reward_coefficient",
+    "off_policy_limit": "mask.off_policy_limit",
+    "top_entropy": "mask.top_entropy",
+}
+"""Old options of losses, and where they are now; the first part of another one is its table."""
+
+
+def with_values(selected: Selected, factory: Factory, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a factory with an attrs value wherever its annotation expects one.
+
+    Raises ConfigError for a table that does not fit, and for an option that a table has now.
+    """
+    signature, made = signature_of(factory), dict(options)
+    parameters = signature.parameters if signature else {}
+    if selected.kind == "loss" and (lines := _new_lines(options, parameters)):
+        raise ConfigError(
+            f"loss {selected.name!r}: tables have these options now; write\n[loss.options]\n{lines}"
+        )
+    for name in options.keys() & parameters.keys():
+        kinds = classes_of(hint_of(factory, parameters[name]))
+        if kinds and not isinstance(options[name], (types.NoneType, *kinds.values())):
+            where = f"{selected.kind}.options.{name}"
+            made[name] = _value(where, options[name], kinds, parameters[name].default)
+    return made
+
+
+def classes_of(hint: Any) -> dict[str, type[Any]]:
+    """Return the attrs classes of an annotation by their names, such as "token_mask"."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    kinds = [each for each in (typing.get_args(hint) if union else (hint,)) if isinstance(each, type)]
+    return {re.sub("(?<!^)(?=[A-Z])", "_", kind.__name__).lower(): kind for kind in kinds if attrs.has(kind)}
+
+
+def _value(where: str, value: Any, kinds: Mapping[str, type[Any]], default: Any) -> Any:
+    from grpo_core.config.reading import structured  # environments run where it cannot be imported
+
+    table = {"name": value} if isinstance(value, str) else value
+    usual = next((name for name, kind in kinds.items() if kind is type(default)), next(iter(kinds)))
+    chosen = str(table.get("name", usual)) if isinstance(table, Mapping) else ""
+    if chosen not in kinds:
+        near = did_you_mean(chosen, set(kinds))
+        expected = f"a table, or one of {', '.join(kinds)}"
+        raise ConfigError(f"configuration key {where!r}: expected {expected}, got {value!r}.{near}")
+    given = {key: each for key, each in table.items() if key != "name"}
+    same = attrs.asdict(default, recurse=False) if type(default) is kinds[chosen] else {}
+    return structured(kinds[chosen], {**same, **given}, where=where)
+
+
+def _new_lines(options: Mapping[str, Any], known: Mapping[str, Any]) -> str:
+    """Return the lines that replace a loss's old options, or "" if there are none."""
+    new = {old: MOVED.get(old, old.replace("_", ".", 1)) for old in options if old not in known}
+    lines = {key: options[old] for old, key in new.items() if key.partition(".")[0] in known}
+    if isinstance(options.get("correction"), str) and "correction." in "".join(lines):
+        lines["correction.name"] = options["correction"]
+    return "\n".join(f"{key} = {json.dumps(value)}" for key, value in lines.items())
