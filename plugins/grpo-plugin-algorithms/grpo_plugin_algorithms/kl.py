@@ -23,7 +23,7 @@ class Kl:
 
     coefficient: float = field(default=0.0, validator=FACTOR)
     """Factor of the divergence; 0 needs no reference model."""
-    estimator: Estimator = "k3"
+    estimator: Literal["k1", "k2", "k3"] = "k3"
     """The estimate of the divergence; with d = reference - policy k1 = - d, k2 = d^2 / 2 or
     k3 = exp(d) - d - 1."""
     acts_on: Literal["loss", "reward"] = "loss"
