@@ -101,10 +101,11 @@ def _rows(parameter: inspect.Parameter, kinds: Mapping[str, Any], meaning: str) 
         yield f"| `{parameter.name}` | {kind} | {_default(parameter.default)} | {_plain(meaning)} |"
         return
     usual, several = parameter.default, len(kinds) > 1
-    name = next(each for each, kind in kinds.items() if kind is type(usual))
+    names = (f"`{each}`" for each, kind in kinds.items() if kind is type(usual))
+    name = next(names) if several else "see below"
     formulas = [f"`{each}`: {_paragraph(kind)}" for each, kind in kinds.items() if several]
     told = _plain(" ".join([f"{meaning}{'' if meaning.endswith('.') else '.'}", *formulas]))
-    yield f"| `{parameter.name}` | {'a name or a table' if several else 'a table'} | {f'`{name}`' if several else 'see below'} | {told} |"
+    yield f"| `{parameter.name}` | {'a name or a table' if several else 'a table'} | {name} | {told} |"
     fields = {each.name: (each, kind) for kind in kinds.values() for each in attrs.fields(kind)}
     for key, (each, kind) in fields.items():
         default = getattr(usual, key, each.default)

@@ -49,10 +49,7 @@ def _problems(given: Mapping[str, Any], setting: LossSetting) -> Iterator[str | 
         if not 0 <= given.get(name, 0) <= most:
             yield f"{name} = {given[name]}: expected 0 to {most}"
     if "correction" in given and setting.proximal == "generation":
-        yield (
-            "correction does nothing with trainer.proximal = 'generation': proximal / generation is 1. "
-            "Leave it out, or recompute the proximal logprobs"
-        )
+        yield "correction does nothing: with trainer.proximal = 'generation' its weight is 1; leave it out"
     clips = {"clip_low", "clip_high"} & given.keys()
     if clips and setting.updates_per_step == 1 and setting.proximal == "recompute":
         yield IDLE_CLIP

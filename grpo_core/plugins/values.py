@@ -43,15 +43,13 @@ def with_values(selected: Selected, factory: Factory, options: Mapping[str, Any]
     """
     signature, made = signature_of(factory), dict(options)
     parameters = signature.parameters if signature else {}
-    if selected.kind == "loss" and (lines := _new_lines(options, parameters)):
-        raise ConfigError(
-            f"loss {selected.name!r}: tables have these options now; write\n[loss.options]\n{lines}"
-        )
-    for name in options.keys() & parameters.keys():
-        kinds = classes_of(hint_of(factory, parameters[name]))
-        if kinds and not isinstance(options[name], (types.NoneType, *kinds.values())):
+    kinds = {name: classes_of(hint_of(factory, each)) for name, each in parameters.items()}
+    if selected.kind == "loss" and (lines := _new_lines(options, kinds)):
+        raise ConfigError(f"{selected}: tables have these options now; write\n[loss.options]\n{lines}")
+    for name, value in options.items():
+        if kinds.get(name) and not isinstance(value, (types.NoneType, *kinds[name].values())):
             where = f"{selected.kind}.options.{name}"
-            made[name] = _value(where, options[name], kinds, parameters[name].default)
+            made[name] = _value(where, value, kinds[name], parameters[name].default)
     return made
 
 
@@ -69,18 +67,19 @@ def _value(where: str, value: Any, kinds: Mapping[str, type[Any]], default: Any)
     usual = next((name for name, kind in kinds.items() if kind is type(default)), next(iter(kinds)))
     chosen = str(table.get("name", usual)) if isinstance(table, Mapping) else ""
     if chosen not in kinds:
-        near = did_you_mean(chosen, set(kinds))
-        expected = f"a table, or one of {', '.join(kinds)}"
-        raise ConfigError(f"configuration key {where!r}: expected {expected}, got {value!r}.{near}")
+        names = " or ".join(kinds) + "." + did_you_mean(chosen, set(kinds))
+        raise ConfigError(f"configuration key {where!r} is {value!r}; expected a table or {names}")
     given = {key: each for key, each in table.items() if key != "name"}
     same = attrs.asdict(default, recurse=False) if type(default) is kinds[chosen] else {}
     return structured(kinds[chosen], {**same, **given}, where=where)
 
 
-def _new_lines(options: Mapping[str, Any], known: Mapping[str, Any]) -> str:
+def _new_lines(options: Mapping[str, Any], kinds: Mapping[str, Any]) -> str:
     """Return the lines that replace a loss's old options, or "" if there are none."""
-    new = {old: MOVED.get(old, old.replace("_", ".", 1)) for old in options if old not in known}
-    lines = {key: options[old] for old, key in new.items() if key.partition(".")[0] in known}
+    new = {old: MOVED.get(old, old.replace("_", ".", 1)) for old in options if old not in kinds}
+    lines = {key: options[old] for old, key in new.items() if kinds.get(key.partition(".")[0])}
     if isinstance(options.get("correction"), str) and "correction." in "".join(lines):
         lines["correction.name"] = options["correction"]
-    return "\n".join(f"{key} = {json.dumps(value)}" for key, value in lines.items())
+    return "\n".join(f"{key} = {json.dumps(value)}" for key, value in lines.items()).replace(
+        "Infinity", "inf"
+    )

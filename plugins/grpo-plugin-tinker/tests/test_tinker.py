@@ -35,7 +35,7 @@ def test_a_hosted_model_selects_its_engine_and_trainer():
     [
         ({"loss": {"name": "gspo"}}, 'loss.name = "gspo" is not a loss of the service'),
         ({"loss": {"options": {"kl": {"coefficient": 0.1}}}}, "loss.options.kl = {'coefficient': 0.1}"),
-        ({"loss": {"options": {"correction": "off"}}}, "the service has \"token_truncate\""),
+        ({"loss": {"options": {"correction": "off"}}}, 'the service has "token_truncate"'),
         ({"loss": {"max_sequence_error": 2.0}}, "loss.max_sequence_error"),
         ({"optimizer": {"name": "muon"}}, "leave out \\[optimizer\\]"),
         ({"trainer": {"updates_per_step": 2}}, "trainer.updates_per_step = 2"),
