@@ -971,12 +971,32 @@ def test_a_function_of_a_file_is_a_schedule(tmp_path: Path) -> None:
     assert [schedule(config, update) for update in (0, 5, 6, 7, 8)] == [1.0, 1.0, 1.0, 0.5, 0.0]
 
 
+def test_a_schedule_may_take_the_metrics_of_its_update(model: str) -> None:
+    """VCPO's sqrt(ESS / N): 4 / 5 of tokens with weights 3 and 1 are effective."""
+    name = "grpo_plugin_algorithms.schedules:by_sample_size"
+    given = setup(model, lr=1e-2, lr_schedule=name, warmup_updates=0)
+    assert [
+        schedule(given.trainer, 0, lambda: {"effective_sample_size": 0.8}),
+        schedule(given.trainer, 0),
+    ] == [
+        math.sqrt((3 + 1) ** 2 / (3**2 + 1**2) / 2),
+        1.0,
+    ]
+    rows = [
+        with_tokens(each, logprobs=each.tokens.logprobs - i % 3)
+        for i, each in enumerate(scores(model, ragged()))
+    ]
+    metrics = TorchTrainer(given).step(batch(rows)).metrics
+    assert 0.1 < metrics["effective_sample_size"] < 0.9
+    assert metrics["lr"] == pytest.approx(1e-2 * math.sqrt(metrics["effective_sample_size"]))
+
+
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
         ("def other(done): return 1.0", ConfigError, r"rates.py has no 'wsd'"),
         ("wsd = (", ConfigError, r"SyntaxError"),
-        ("wsd = 1.0", PluginError, r"'float' object is not callable"),
+        ("wsd = 1.0", PluginError, r"1.0 is not a callable object"),
         ("def wsd(done): return None", PluginError, r"returned None for 0; expected a finite number"),
         ("def wsd(done): return 1 / done", PluginError, r"ZeroDivisionError"),
     ],

@@ -263,9 +263,8 @@ class PluginHost:
         check = selected.loaded(selected.offer.check)
         named = inspect.signature(check).parameters
         known = {key: value for key, value in known.items() if key in named}
-        factory = selected.load()
         try:
-            check(**known, **with_paths(factory, with_values(selected, factory, options)))
+            check(**known, **with_paths(factory := selected.load(), with_values(selected, factory, options)))
         except ValueError as error:
             raise SelectionError(f"{selected}: {one_line(error)}") from error
 

@@ -42,14 +42,13 @@ def with_values(selected: Selected, factory: Factory, options: Mapping[str, Any]
     Raises ConfigError for a table that does not fit, and for an option that a table has now.
     """
     signature, made = signature_of(factory), dict(options)
-    parameters = signature.parameters if signature else {}
-    kinds = {name: classes_of(hint_of(factory, each)) for name, each in parameters.items()}
+    known = signature.parameters if signature else {}
+    kinds = {name: classes_of(hint_of(factory, each)) for name, each in known.items()}
     if selected.kind == "loss" and (lines := _new_lines(options, kinds)):
         raise ConfigError(f"{selected}: tables have these options now; write\n[loss.options]\n{lines}")
     for name, value in options.items():
         if kinds.get(name) and not isinstance(value, (types.NoneType, *kinds[name].values())):
-            where = f"{selected.kind}.options.{name}"
-            made[name] = _value(where, value, kinds[name], parameters[name].default)
+            made[name] = _value(f"{selected.kind}.options.{name}", value, kinds[name], known[name].default)
     return made
 
 
@@ -69,9 +68,9 @@ def _value(where: str, value: Any, kinds: Mapping[str, type[Any]], default: Any)
     if chosen not in kinds:
         names = " or ".join(kinds) + "." + did_you_mean(chosen, set(kinds))
         raise ConfigError(f"configuration key {where!r} is {value!r}; expected a table or {names}")
-    given = {key: each for key, each in table.items() if key != "name"}
     same = attrs.asdict(default, recurse=False) if type(default) is kinds[chosen] else {}
-    return structured(kinds[chosen], {**same, **given}, where=where)
+    given = {key: each for key, each in {**same, **table}.items() if key != "name"}
+    return structured(kinds[chosen], given, where=where)
 
 
 def _new_lines(options: Mapping[str, Any], kinds: Mapping[str, Any]) -> str:

@@ -215,7 +215,7 @@ def with_terms(
         nll_coefficient: factor of the negative logprobs' mean over the tokens of right rollouts.
         ratio: of the objective, [N], with its gradient; None without a ratio.
     """
-    inputs, more = given.inputs, given.metrics
+    inputs, more = given.inputs, dict(given.metrics)
     policy = inputs.policy_logprobs
     if given.kept is not None:
         losses = losses.where(given.kept, 0.0)
