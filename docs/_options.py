@@ -10,7 +10,7 @@ import html
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ import attrs
 
 from grpo_core.config.meanings import meanings
 from grpo_core.plugins.host import BUILT_IN, PluginHost
-from grpo_core.plugins.offers import HOOKS
+from grpo_core.plugins.offers import HOOKS, hint_of
+from grpo_core.plugins.values import classes_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -80,17 +81,38 @@ def page() -> str:
 
 def _one(name: str, selected: str, factory: Any) -> str:
     lines = [f"### `{name}`", "", f"`{selected}`: {_plain(_paragraph(factory))}", ""]
-    meanings = _meanings(factory)
+    told = _meanings(factory)
     rows = [
-        f"| `{parameter.name}` | {_code(_type(parameter))} | {_default(parameter)} "
-        f"| {_plain(meanings.get(parameter.name, ''))} |"
+        row
         for parameter in _options(factory)
+        for row in _rows(parameter, classes_of(hint_of(factory, parameter)), told.get(parameter.name, ""))
     ]
     if rows:
         lines += ["| option | type | default | meaning |", "|---|---|---|---|", *rows, ""]
     else:
         lines += ["It has no options.", ""]
     return "\n".join(lines)
+
+
+def _rows(parameter: inspect.Parameter, kinds: Mapping[str, Any], meaning: str) -> Iterator[str]:
+    """Yield the row of an option, and one for each key of its table."""
+    if not kinds:
+        kind = _code(_type(parameter))
+        yield f"| `{parameter.name}` | {kind} | {_default(parameter.default)} | {_plain(meaning)} |"
+        return
+    usual, several = parameter.default, len(kinds) > 1
+    names = (f"`{each}`" for each, kind in kinds.items() if kind is type(usual))
+    name = next(names) if several else "see below"
+    formulas = [f"`{each}`: {_paragraph(kind)}" for each, kind in kinds.items() if several]
+    told = _plain(" ".join([f"{meaning}{'' if meaning.endswith('.') else '.'}", *formulas]))
+    yield f"| `{parameter.name}` | {'a name or a table' if several else 'a table'} | {name} | {told} |"
+    fields = {each.name: (each, kind) for kind in kinds.values() for each in attrs.fields(kind)}
+    for key, (each, kind) in fields.items():
+        default = getattr(usual, key, each.default)
+        yield (
+            f"| `{parameter.name}.{key}` | {_code(str(each.type))} | {_default(default)} "
+            f"| {_plain(meanings(kind)[key])} |"
+        )
 
 
 def _options(factory: Any) -> Iterator[inspect.Parameter]:
@@ -137,9 +159,8 @@ def _type(parameter: inspect.Parameter) -> str:
     return {"Mode": 'Literal["batched", "pipelined"]'}.get(text, text)
 
 
-def _default(parameter: inspect.Parameter) -> str:
-    default = parameter.default
-    if default is parameter.empty:
+def _default(default: Any) -> str:
+    if default is inspect.Parameter.empty:
         return "required"
     if default is None or default is attrs.NOTHING:  # the latter: an attrs class makes it when it is used
         return "not set"

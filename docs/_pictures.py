@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from attrs import define, field
@@ -21,13 +21,16 @@ from attrs import define, field
 from grpo_core import events
 from grpo_core.app import launch
 from grpo_core.plugins.host import PluginHost
-from grpo_plugin_algorithms.corrections import Correction, importance_weights
+from grpo_core.plugins.values import classes_of
+from grpo_plugin_algorithms.corrections import Correction, Off
 from grpo_plugin_replay.forecast import forecast
 from grpo_plugin_replay.times import read_times
 
 DOCS = Path(__file__).parent
 WIDTH = 640
 """Width of every picture, in its own units."""
+KINDS = classes_of(Correction)
+"""The corrections, by name."""
 COLOURS = ("blue", "red", "green", "violet")
 STYLE = """
 svg { font: 12px sans-serif; }
@@ -193,16 +196,16 @@ def curve(points: Sequence[tuple[float, float]], place: Callable[[float, float],
     return "M" + "L".join("{:.1f} {:.1f}".format(*place(x, y)) for x, y in points)
 
 
-def weights(correction: Correction, ratio: float, tokens: int) -> float:
+def weights(correction: str, ratio: float, tokens: int) -> float:
     """The weight of each token of a sequence whose tokens all have this ratio."""
     there = torch.full((tokens,), math.log(ratio))
     sequence = torch.zeros(tokens, dtype=torch.long)
-    return float(importance_weights(there, torch.zeros(tokens), sequence, correction, low=0.5, high=2.0)[0])
+    kind = KINDS[correction]
+    made = kind() if kind is Off else kind(floor=0.5, cap=2.0)
+    return float(made.weights(there, sequence)[0])
 
 
-def panel(
-    left: float, title: str, tokens: int, kinds: Sequence[Correction], low: float, high: float
-) -> list[str]:
+def panel(left: float, title: str, tokens: int, kinds: Sequence[str], low: float, high: float) -> list[str]:
     """The weight by the ratio of a token, for sequences of so many tokens."""
     width, top, bottom = 270, 40, 232
 
@@ -230,10 +233,9 @@ def panel(
 
 
 def corrections() -> str:
-    known = set(get_args(Correction))
-    by_token: tuple[Correction, ...] = ("off", "token_truncate", "token_mask")
-    by_sequence: tuple[Correction, ...] = ("sequence_truncate", "sequence_mask", "geometric_mask")
-    assert known == {*by_token, *by_sequence}, "each correction is in the picture"
+    by_token = ("off", "token_truncate", "token_mask")
+    by_sequence = ("sequence_truncate", "sequence_mask", "geometric_mask")
+    assert {*KINDS} == {*by_token, *by_sequence}, "each correction is in the picture"
     parts = panel(40, "Weight of a token, by its own ratio", 1, by_token, 0.01, 4.0)
     parts += panel(360, "Weight in a sequence of 8 tokens", 8, by_sequence, 0.4, 2.4)
     return svg(345, "Weights of the corrections by the ratio of trainer to generator", parts)

@@ -43,7 +43,7 @@ BAD = [
     ),
     (
         {"trainer": {"beta": 0.1}},
-        "unknown configuration key 'trainer.beta'. Did you mean 'loss.options.kl_coefficient'?",
+        "unknown configuration key 'trainer.beta'. Did you mean 'loss.options.kl.coefficient'?",
     ),
     (
         {"trainer": {"num_train_epochs": 1}},
@@ -71,7 +71,7 @@ BAD = [
     ),
     (
         {"beta": 0.1},
-        "unknown configuration key 'beta'. Did you mean 'loss.options.kl_coefficient'?",
+        "unknown configuration key 'beta'. Did you mean 'loss.options.kl.coefficient'?",
     ),
     ({"rollout": {"stop": [""]}}, "configuration key 'rollout': Length of 'stop' must be >= 1: 0"),
     (

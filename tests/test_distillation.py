@@ -120,7 +120,7 @@ def test_rewards_are_ignored_unless_they_have_a_weight(models: tuple[str, str]) 
         return trainer
 
     assert same(trained(rows, {}), trained(worse, {}))
-    mixed = {"reward_coefficient": 1.0}
+    mixed = {"teacher": {"reward_coefficient": 1.0}}
     assert not same(trained(rows, mixed), trained(worse, mixed))
 
 
@@ -143,16 +143,16 @@ def sampled(trainer: TorchTrainer, generator: torch.Generator) -> list[Row]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("teacher_in", [pytest.param("advantage", marks=pytest.mark.nightly), "loss"])
+@pytest.mark.parametrize("acts_on", [pytest.param("advantage", marks=pytest.mark.nightly), "loss"])
 def test_the_policy_comes_nearer_to_the_teacher_on_its_own_tokens(
-    models: tuple[str, str], tmp_path: Path, teacher_in: str
+    models: tuple[str, str], tmp_path: Path, acts_on: str
 ) -> None:
     """The teacher prefers one reply; the student knows nothing, and no row has a reward."""
     teacher = tmp_path / "teacher"
     tiny.make_tiny_model(teacher, [("ab", "cdefg")], width=32, layers=1, warm_start_steps=30)
     given = taught(
         (models[0], str(teacher)),
-        options={"teacher_in": teacher_in},
+        options={"teacher": {"acts_on": acts_on}},
         lr=1e-2, steps=60, proximal="generation", lr_schedule="linear",
     )  # fmt: skip
     trainer, generator = TorchTrainer(given), torch.Generator().manual_seed(0)

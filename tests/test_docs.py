@@ -91,7 +91,7 @@ def test_every_key_has_a_meaning():
 
 
 def test_every_option_has_a_type_and_a_meaning():
-    rows = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \| (.*) \|$", generator("options").page(), re.M)
+    rows = re.findall(r"^\| `([\w.]+)` \| (.*) \| (.*) \| (.*) \|$", generator("options").page(), re.M)
     assert len(rows) > 40
     assert [row for row in rows if not all(cell.strip("` ") for cell in row)] == []
 

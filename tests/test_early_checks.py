@@ -100,7 +100,7 @@ CHOICES = [
     (
         [*option("trainer.ranks", "2"), *option("model.lora.rank", "4"),
          *option("trainer.reference_every", "2"),
-         *option("loss.options.kl_coefficient", "0.1")],
+         *option("loss.options.kl.coefficient", "0.1")],
         "with [model.lora] the reference stays where the run began",
     ),
     (["--trainer", "torhc"], "there is no trainer 'torhc'. Did you mean 'torch'?"),

@@ -161,7 +161,7 @@ def test_an_engine_that_is_still_wrong_after_the_resume_ends_the_run():
 
 # ---------------------------------------------------------------------------------- what a loss drops
 
-MASKED = "loss.options.correction = 'sequence_mask', loss.options.importance_cap = 2.0"
+MASKED = "loss.options.correction = {'name': 'sequence_mask', 'cap': 2.0}"
 
 
 def test_the_first_step_whose_weights_are_all_0_says_so_with_the_correction_and_the_drift():

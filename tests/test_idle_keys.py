@@ -122,7 +122,7 @@ def test_a_key_without_effect_is_refused(host: PluginHost, table: dict[str, Any]
         {"dynamic_sampling": {"enabled": True, "tolerance": 0.1, "max_extra_groups": 5}},
         {
             "trainer": {"reference_every": 5, "reference_mix": 0.5},
-            "loss": {"options": {"kl_coefficient": 0.1}},
+            "loss": {"options": {"kl": {"coefficient": 0.1}}},
         },
         {"dynamic_sampling": {"max_extra_groups": 5}, "filters": {"pass_rate": {"high": 0.9}}},
         {"advantage": {"name": "turns"}, "filters": {"pass_rate": {"high": 0.9}}},

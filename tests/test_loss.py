@@ -8,21 +8,21 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from grpo_core.contracts.errors import PluginError
+from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.contracts.loss import LossInputs, LossSetting, needs, needs_of, problems_of
-from grpo_core.losses import grpo
+from grpo_core.losses import Kl, TokenTruncate, grpo
 from grpo_core.plugins.host import PluginHost
-from grpo_plugin_algorithms import clipped
+from grpo_plugin_algorithms import losses as further
 from grpo_plugin_algorithms.kl import kl_estimate, score_weights
 
 HALF, SAME, MORE = -1.69315, -1.0, -0.59453  # 0.5, 1 and 1.5 times the proximal probability exp(-1)
 GENERATION = [-0.5, -1.5, -0.8]
-UNCAPPED = 1e9
 
 
 def loss_and_gradient(
@@ -32,7 +32,7 @@ def loss_and_gradient(
     generation: list[float] | None = None,
     reference: list[float] | None = None,
     loss_function: Callable[..., tuple[Tensor, dict[str, Tensor]]] = grpo,
-    **options: float,
+    **options: Any,
 ) -> tuple[float, list[float], dict[str, Tensor]]:
     logprobs = torch.tensor(policy, dtype=torch.float64, requires_grad=True)
     before = logprobs.detach() if proximal is None else torch.tensor(proximal, dtype=torch.float64)
@@ -76,7 +76,7 @@ def test_a_bad_token_that_became_rare_is_clipped_low() -> None:
 def test_the_dual_clip_bounds_the_loss_of_a_bad_token_that_became_likely() -> None:
     policy, proximal, advantages = [HALF, -1.0, -0.69741], [-1.0, -1.0, -3.0], (1.0, -1.0, -4.0)
     loss, gradient, _ = loss_and_gradient(
-        policy, proximal, advantages, loss_function=clipped.grpo, clip_high=0.2, dual_clip=3.0
+        policy, proximal, advantages, loss_function=further.grpo, clip_high=0.2, dual_clip=3.0
     )
     assert loss == pytest.approx(4.16667, abs=1e-4)
     assert gradient[2] == 0.0
@@ -92,7 +92,11 @@ def test_in_a_first_update_the_gradient_is_the_plain_policy_gradient() -> None:
 
 def test_tokens_of_older_weights_count_by_how_likely_they_still_are() -> None:
     loss, gradient, metrics = loss_and_gradient(
-        [HALF, SAME, MORE], [-1.0] * 3, generation=GENERATION, clip_high=0.2, importance_cap=UNCAPPED
+        [HALF, SAME, MORE],
+        [-1.0] * 3,
+        generation=GENERATION,
+        clip_high=0.2,
+        correction=TokenTruncate(cap=math.inf),
     )
     assert loss == pytest.approx(-0.2065, abs=1e-4)
     assert gradient == pytest.approx([-0.10109, 0.54957, 0.0], abs=1e-5)
@@ -101,7 +105,11 @@ def test_tokens_of_older_weights_count_by_how_likely_they_still_are() -> None:
 
 def test_their_weight_is_truncated() -> None:
     loss, _, metrics = loss_and_gradient(
-        [HALF, SAME, MORE], [-1.0] * 3, generation=GENERATION, clip_high=0.2, importance_cap=0.8
+        [HALF, SAME, MORE],
+        [-1.0] * 3,
+        generation=GENERATION,
+        clip_high=0.2,
+        correction=TokenTruncate(cap=0.8),
     )
     assert loss == pytest.approx(-0.47442, abs=1e-5)
     assert metrics["importance_weight_max"].max() == pytest.approx(0.8)
@@ -117,7 +125,7 @@ def test_a_token_that_the_engine_thought_impossible_stays_finite() -> None:
 
 def test_the_divergence_from_the_reference_has_its_true_gradient() -> None:
     loss, gradient, _ = loss_and_gradient(
-        [0.0, -1.0, -2.0], advantages=(0.0, 0.0, 0.0), reference=[-1.0] * 3, kl_coefficient=0.1
+        [0.0, -1.0, -2.0], advantages=(0.0, 0.0, 0.0), reference=[-1.0] * 3, kl=Kl(coefficient=0.1)
     )
     assert loss == pytest.approx(0.03621, abs=1e-5)
     assert gradient == pytest.approx([0.03333, 0.0, -0.03333], abs=1e-5)
@@ -155,8 +163,8 @@ def test_a_loss_can_be_imported_and_inspected_without_torch() -> None:
 
 def test_the_built_in_loss_needs_the_reference_and_all_rows_only_for_its_kl_term() -> None:
     assert needs_of(grpo, {}) == frozenset()
-    assert needs_of(grpo, {"kl_coefficient": 0}) == frozenset()
-    assert needs_of(grpo, {"kl_coefficient": 0.01, "clip_low": 0.1}) == {"reference", "all_rows"}
+    assert needs_of(grpo, {"kl": Kl()}) == frozenset()
+    assert needs_of(grpo, {"kl": Kl(coefficient=0.01), "clip_low": 0.1}) == {"reference", "all_rows"}
 
 
 def test_declarations_of_needs_add_up() -> None:
@@ -181,15 +189,24 @@ def test_an_unknown_need_and_an_unknown_option_are_refused_where_they_are_writte
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"clip_low": 0.1, "clip_high": 0.5}, {"importance_cap": 1.1}, {"kl_coefficient": 0.3}]
+    "options",
+    [
+        {},
+        {"clip_low": 0.1, "clip_high": 0.5},
+        {"correction": {"cap": 1.1}},
+        {"correction": {"name": "token_truncate", "cap": 1.1}},
+        {"correction": "token_truncate"},
+        {"kl": {"coefficient": 0.3}},
+    ],
 )
-def test_the_loss_of_the_core_and_its_extension_compute_the_same(options: dict[str, float]) -> None:
+def test_the_loss_of_the_core_and_its_extension_compute_the_same(options: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(0)
     policy, proximal, generation, reference = (-torch.rand(4, 40, generator=generator) * 3).tolist()
     advantages = tuple(torch.randn(40, generator=generator).tolist())
     given = (policy, proximal, advantages, generation, reference)
-    mine = loss_and_gradient(*given, **options)
-    other = loss_and_gradient(*given, loss_function=clipped.grpo, **options)
+    core, plugin = (PluginHost.discover().function("loss", name, **options) for name in ("core:grpo", "grpo"))
+    mine = loss_and_gradient(*given, loss_function=core.function, **core.options)
+    other = loss_and_gradient(*given, loss_function=plugin.function, **plugin.options)
     assert mine[:2] == other[:2]
     assert mine[2].keys() == other[2].keys()
     assert all(torch.equal(value, other[2][name]) for name, value in mine[2].items())
@@ -209,15 +226,28 @@ def test_the_extension_replaces_the_loss_of_the_core_and_without_it_its_options_
     [
         ({"clip_low": 1.5}, "clip_low = 1.5"),
         ({"clip_high": math.nan}, "clip_high = nan"),
-        ({"importance_cap": 0.0}, "importance_cap = 0"),
-        ({"kl_coefficient": -0.1}, "kl_coefficient = -0.1"),
-        ({"kl_coefficient": math.inf}, "kl_coefficient = inf"),
-        ({"importance_cap": 3.0}, "importance_cap does nothing"),
+        ({"correction": TokenTruncate(cap=3.0)}, "correction does nothing"),
     ],
 )
-def test_options_of_the_core_loss_that_make_no_sense_are_named(
-    options: dict[str, float], problem: str
-) -> None:
+def test_options_of_the_core_loss_that_make_no_sense_are_named(options: dict[str, Any], problem: str) -> None:
     (found,) = problems_of(grpo, options, LossSetting(proximal="generation"))
     assert found.startswith(problem)
-    assert not problems_of(grpo, {"clip_high": math.inf, "importance_cap": math.inf}, LossSetting())
+    assert not problems_of(
+        grpo, {"clip_high": math.inf, "correction": TokenTruncate(cap=math.inf)}, LossSetting()
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"correction": {"cap": 0.0}}, "'loss.options.correction': 'cap' must be > 0: 0.0"),
+        ({"kl": {"coefficient": -0.1}}, "'coefficient' must be >= 0: -0.1"),
+        ({"kl": {"coefficient": math.inf}}, "'coefficient' must be < inf"),
+        ({"kl_coefficient": 0.1}, "write\n[loss.options]\nkl.coefficient = 0.1"),
+        ({"importance_cap": 3.0}, "write\n[loss.options]\ncorrection.cap = 3.0"),
+    ],
+)
+def test_tables_of_the_core_loss_that_do_not_fit_are_named(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PluginHost.discover(block=["algorithms"]).check_options("loss", "grpo", options)
+    assert problem in str(caught.value)

@@ -91,12 +91,12 @@ AGGREGATIONS: list[dict[str, Any]] = [
     {"aggregation": "constant", "aggregation_constant": 12},
 ]
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
-    ("grpo", {"kl_coefficient": 0.1, "correction": "sequence_truncate"}),
+    ("grpo", {"kl": {"coefficient": 0.1}, "correction": "sequence_truncate"}),
     ("gspo", {"nll_coefficient": 0.2}),
-    ("cispo", {"top_entropy": 0.4, "entropy_coefficient": 0.05}),
-    ("sapo", {"correction": "geometric_mask", "importance_floor": 0.5, "importance_cap": 3.0}),
-    ("reinforce", {"off_policy_limit": 0.4}),
-    ("distillation", {"nll_coefficient": 0.2, "reward_coefficient": 0.5}),
+    ("cispo", {"mask": {"top_entropy": 0.4}, "entropy": {"coefficient": 0.05}}),
+    ("sapo", {"correction": {"name": "geometric_mask", "floor": 0.5, "cap": 3.0}}),
+    ("reinforce", {"mask": {"off_policy_limit": 0.4}}),
+    ("distillation", {"nll_coefficient": 0.2, "teacher": {"reward_coefficient": 0.5}}),
 ]
 
 
@@ -189,9 +189,7 @@ def test_a_ratio_of_sequences_sees_all_segments_of_a_rollout(model: str) -> None
     second = with_tokens(second, logprobs=second.tokens.logprobs + 0.5)
     options = {
         "name": "gspo",
-        "correction": "geometric_mask",
-        "importance_floor": 0.99,
-        "importance_cap": 1.01,
+        "correction": {"name": "geometric_mask", "floor": 0.99, "cap": 1.01},
     }
     together = [attrs.evolve(each, rollout=0) for each in (first, second)]
     apart = [attrs.evolve(each, rollout=i) for i, each in enumerate((first, second))]
@@ -231,7 +229,7 @@ class Said:
 
 
 LOW, HIGH, MUCH = 0.6, 1.5, 0.7
-BOUNDS = {"importance_floor": LOW, "importance_cap": HIGH}
+BOUNDS = {"floor": LOW, "cap": HIGH}
 
 
 def inside(number: Tensor) -> Tensor:
@@ -281,19 +279,22 @@ KL_WEIGHTS: dict[str, Callable[[Said], Any]] = {
 }
 FORMULAS: dict[str, tuple[dict[str, Any], Formula]] = {
     **{
-        kind: ({"correction": kind, **BOUNDS}, lambda every, weight=weight: rewarded(every, weight))
+        kind: (
+            {"correction": {"name": kind} | (BOUNDS if kind != "off" else {})},
+            lambda every, weight=weight: rewarded(every, weight),
+        )
         for kind, weight in WEIGHTS.items()
     },
     **{
         f"kl in reward, {kind}": (
-            {"kl_coefficient": MUCH, "kl_in": "reward", "kl_estimator": kind},
+            {"kl": {"coefficient": MUCH, "acts_on": "reward", "estimator": kind}},
             lambda every, kl=kl: rewarded(every, advantage=lambda one: one.advantage - MUCH * kl(one)),
         )
         for kind, kl in KL_OF_REWARD.items()
     },
     **{
         f"kl in loss, {kind}": (
-            {"kl_coefficient": MUCH, "kl_weight": kind},
+            {"kl": {"coefficient": MUCH, "weight": kind}},
             lambda every, weight=weight: (
                 rewarded(every) + MUCH * mean(every, lambda one: weight(one) * k3(one.policy, one.reference))
             ),
@@ -301,24 +302,24 @@ FORMULAS: dict[str, tuple[dict[str, Any], Formula]] = {
         for kind, weight in KL_WEIGHTS.items()
     },
     "teacher in advantage": (
-        {"teacher_coefficient": MUCH, "teacher_clip": 0.1, "reward_coefficient": 0.5},
+        {"teacher": {"coefficient": MUCH, "clip": 0.1, "reward_coefficient": 0.5}},
         lambda every: rewarded(
             every,
             advantage=lambda one: 0.5 * one.advantage + MUCH * (one.teacher - one.now).clamp(-0.1, 0.1),
         ),
     ),
     "teacher in loss": (
-        {"teacher_coefficient": MUCH, "teacher_in": "loss", "reward_coefficient": 1.0},
+        {"teacher": {"coefficient": MUCH, "acts_on": "loss", "reward_coefficient": 1.0}},
         lambda every: (
             rewarded(every) + MUCH * mean(every, lambda one: one.ratio * k3(one.policy, one.teacher))
         ),
     ),
     "entropy": (
-        {"entropy_coefficient": MUCH},
+        {"entropy": {"coefficient": MUCH}},
         lambda every: rewarded(every) - MUCH * mean(every, lambda one: one.entropy),
     ),
     "top entropy": (
-        {"top_entropy": 0.4},
+        {"mask": {"top_entropy": 0.4}},
         lambda every: rewarded(every, lambda one: (one.entropy.detach() >= highest(every, 0.4)).double()),
     ),
     "right replies": (
@@ -328,7 +329,7 @@ FORMULAS: dict[str, tuple[dict[str, Any], Formula]] = {
         ),
     ),
     "off-policy limit": (
-        {"off_policy_limit": 0.05},
+        {"mask": {"off_policy_limit": 0.05}},
         lambda every: rewarded(
             every,
             lambda one: float(one.advantage >= 0 or (one.generation - one.now).mean() <= 0.05),
@@ -385,7 +386,7 @@ def test_an_option_has_the_gradient_of_its_formula(model: str, case: str) -> Non
     """Its sign, and whether it looks at tokens, rollouts or the update: rollouts have one row or two."""
     options, formula = FORMULAS[case]
     rows = drifted(model, of_two_segments())
-    name = "distillation" if "teacher_coefficient" in options else "grpo"
+    name = "distillation" if "teacher" in options else "grpo"
     given = {"correction": "off"} | options
     gradient, _ = trained(model, rows, name=name, config={"aggregation": "token"}, reference=1.1, **given)
     policy = transformers.AutoModelForCausalLM.from_pretrained(model).double()
@@ -436,17 +437,17 @@ def test_a_limit_that_would_leave_out_everything_is_refused() -> None:
 
 # ---------------------------------------------------------------------------------- the entropy's target
 
-HELD = {"entropy_target": 4.0, "entropy_coefficient": 0.05, "entropy_delta": 0.01}
+HELD = {"target": 4.0, "coefficient": 0.05, "delta": 0.01}
 
 
 @pytest.mark.long
 def test_the_entropy_bonus_begins_when_the_entropy_is_below_its_target(model: str) -> None:
     """An untrained model has nearly the highest entropy, log 98 = 4.58."""
-    trainer = TorchTrainer(setup(model, loss={**HELD, "entropy_target": 4.7}, updates_per_step=2))
+    trainer = TorchTrainer(setup(model, loss={"entropy": {**HELD, "target": 4.7}}, updates_per_step=2))
     first = trainer.step(batch(ragged())).metrics
     assert first["entropy_coefficient"] == pytest.approx((0 + 0.06) / 2)
     assert first["bonus_entropy"] == pytest.approx(first["entropy"], rel=1e-5)
-    above = TorchTrainer(setup(model, loss=HELD)).step(batch(ragged())).metrics
+    above = TorchTrainer(setup(model, loss={"entropy": HELD})).step(batch(ragged())).metrics
     assert above["bonus_entropy"] > 4.0
     assert above["entropy_coefficient"] == 0
 
@@ -468,7 +469,7 @@ def resumed_halfway(
 @pytest.mark.long
 def test_a_resumed_run_has_the_coefficient_that_it_had(model: str, tmp_path: Path) -> None:
     def given(**options: Any) -> Any:
-        return setup(model, loss={**HELD, "entropy_target": 4.7}, lr=1e-2, **options)
+        return setup(model, loss={"entropy": {**HELD, "target": 4.7}}, lr=1e-2, **options)
 
     straight, resumed, metrics = resumed_halfway(given, tmp_path)
     coefficients = [each["entropy_coefficient"] for each in metrics]
@@ -478,10 +479,10 @@ def test_a_resumed_run_has_the_coefficient_that_it_had(model: str, tmp_path: Pat
 
 @pytest.mark.long
 def test_a_coefficient_that_a_resume_changes_counts(model: str, tmp_path: Path) -> None:
-    first = TorchTrainer(setup(model, loss={**HELD, "entropy_target": 4.7}))
+    first = TorchTrainer(setup(model, loss={"entropy": {**HELD, "target": 4.7}}))
     first.step(batch(ragged()))
     save(first, tmp_path)
-    loss = {**HELD, "entropy_target": 4.7, "entropy_coefficient": 0.2}
+    loss = {"entropy": {**HELD, "target": 4.7, "coefficient": 0.2}}
     resumed = TorchTrainer(setup(model, loss=loss, resume_from=tmp_path))
     assert resumed.step(batch(ragged(), 1)).metrics["entropy_coefficient"] == pytest.approx(0.2)
 
@@ -491,14 +492,14 @@ def test_a_coefficient_that_a_resume_changes_counts(model: str, tmp_path: Path) 
 
 @pytest.mark.long
 def test_the_reference_takes_the_trained_weights_every_few_steps(model: str) -> None:
-    trainer = TorchTrainer(setup(model, lr=1e-2, loss={"kl_coefficient": 0.01}, reference_every=2))
+    trainer = TorchTrainer(setup(model, lr=1e-2, loss={"kl": {"coefficient": 0.01}}, reference_every=2))
     kl = [trainer.step(batch(ragged(), step)).metrics["kl"] for step in range(5)]
     assert [value > 1e-6 for value in kl] == [False, True, False, True, False]
 
 
 def test_a_moving_average_is_between_start_and_policy(model: str) -> None:
     trainer = TorchTrainer(
-        setup(model, lr=1e-2, loss={"kl_coefficient": 0.01}, reference_every=1, reference_mix=0.25)
+        setup(model, lr=1e-2, loss={"kl": {"coefficient": 0.01}}, reference_every=1, reference_mix=0.25)
     )
     start = {name: t.clone() for name, t in trainer.model.saved_reference().items()}
     trainer.step(batch(ragged()))
@@ -512,7 +513,12 @@ def test_a_moving_average_is_between_start_and_policy(model: str) -> None:
 def test_a_resumed_run_has_the_reference_that_it_had(model: str, tmp_path: Path, share: float) -> None:
     def given(**options: Any) -> Any:
         return setup(
-            model, loss={"kl_coefficient": 0.5}, lr=1e-2, reference_every=2, reference_mix=share, **options
+            model,
+            loss={"kl": {"coefficient": 0.5}},
+            lr=1e-2,
+            reference_every=2,
+            reference_mix=share,
+            **options,
         )
 
     straight, resumed, _ = resumed_halfway(given, tmp_path)

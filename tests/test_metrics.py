@@ -179,7 +179,7 @@ def written(model, tmp_path_factory):  # noqa: F811
     )
     found |= {*readings.memory(), *readings.of_engines({"engine": Measured()})}
     found |= names_of_a_canary()
-    trainer = TorchTrainer(attrs.evolve(setup(model, loss={"kl_coefficient": 0.01}), max_non_finite=0.5))
+    trainer = TorchTrainer(attrs.evolve(setup(model, loss={"kl": {"coefficient": 0.01}}), max_non_finite=0.5))
     rows = ragged()
     rows[0] = attrs.evolve(rows[0], advantage=math.nan)
     found |= set(trainer.step(batch(rows)).metrics)
@@ -187,9 +187,9 @@ def written(model, tmp_path_factory):  # noqa: F811
     found |= set(trainer.step(batch(ragged(), 1)).metrics)
     for loss in (
         LossConfig(max_sequence_error=1.01),
-        LossConfig(options={"off_policy_limit": 1.0}),
+        LossConfig(options={"mask": {"off_policy_limit": 1.0}}),
         LossConfig(name="distillation"),
-        LossConfig(options={"entropy_target": 1.0}),
+        LossConfig(options={"entropy": {"target": 1.0}}),
     ):
         given = attrs.evolve(setup(model), loss=loss, teacher=TeacherConfig(path=model))
         found |= set(TorchTrainer(given).step(batch(ragged())).metrics)

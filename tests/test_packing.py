@@ -163,7 +163,7 @@ def test_a_model_with_attention_of_its_own_kind_is_refused(model: str) -> None:
 @pytest.mark.long
 def test_packed_rows_are_trained_with_adapters_a_reference_and_recomputed_layers(model: str) -> None:
     lora = LoraConfig(rank=4, publish="merged")
-    given = setup(model, loss={"kl_coefficient": 0.1}, activations="recompute")
+    given = setup(model, loss={"kl": {"coefficient": 0.1}}, activations="recompute")
     given = with_lora(given, lora)
     packed = attrs.evolve(given, trainer=attrs.evolve(given.trainer, packing=True))
     one, other = TorchTrainer(given), TorchTrainer(packed)

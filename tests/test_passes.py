@@ -109,7 +109,7 @@ def test_what_waits_leaves_a_gpu_and_no_cpu() -> None:
 )
 def test_compiled_layers_train_the_weights_of_plain_layers(model: str, adapters: bool) -> None:
     """Rows of several lengths, a reference without a gradient, and layers that are computed again."""
-    given = setup(model, loss={"kl_coefficient": 0.1}, activations="recompute")
+    given = setup(model, loss={"kl": {"coefficient": 0.1}}, activations="recompute")
     if adapters:
         lora = LoraConfig(rank=4, dropout=0.0, publish="merged")
         given = with_lora(given, lora)

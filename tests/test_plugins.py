@@ -386,7 +386,7 @@ def test_options_are_checked_before_the_factory_is_called(install):
         PluginError, match=r"For a reward function: grpo_core.train\(reward=...\), or trl:jud"
     ):
         host.make("sampler", "judge")
-    with pytest.raises(PluginError, match=r"no option 'beta'.* Did you mean 'kl_coefficient'\?"):
+    with pytest.raises(PluginError, match=r"no option 'beta'.* Did you mean 'kl'\?"):
         PluginHost.discover(allow=["algorithms"]).check_options("loss", "grpo", {"beta": 0.1})
     with pytest.raises(PluginError, match="no option 'seed'"):
         host.make("sampler", "strict", 1, seed=2)

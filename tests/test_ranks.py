@@ -109,7 +109,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], toleranc
 
 PLAIN: dict[str, Any] = {}
 FULL: dict[str, Any] = {
-    "loss": {"kl_coefficient": 0.1, "entropy_coefficient": 0.01, "top_entropy": 0.5},
+    "loss": {"kl": {"coefficient": 0.1}, "entropy": {"coefficient": 0.01}, "mask": {"top_entropy": 0.5}},
     "reference_every": 2,
 }
 """A loss that needs a reference that moves, entropies, and all entropies of an update."""
@@ -117,19 +117,19 @@ FULL: dict[str, Any] = {
 
 BY_SEQUENCE: dict[str, Any] = {
     "name": "gspo",
-    "loss": {"correction": "sequence_truncate", "entropy_target": 4.7},
+    "loss": {"correction": "sequence_truncate", "entropy": {"target": 4.7}},
     "aggregation": "sequence",
 }
 """A rollout of two rows is scored as a whole, and all ranks have the same factor of the entropy."""
 TAUGHT: dict[str, Any] = {
     "name": "distillation",
-    "loss": {"nll_coefficient": 0.2, "reward_coefficient": 0.5},
+    "loss": {"nll_coefficient": 0.2, "teacher": {"reward_coefficient": 0.5}},
 }
 """A teacher scores the rows of each rank, and the tokens of right rollouts are counted over all ranks."""
 LEAN: dict[str, Any] = {"activations": "recompute", "packing": True, "aggregation": "constant"}
 ADAPTERS: dict[str, Any] = {
     "lora": LoraConfig(rank=4, alpha=8),
-    "loss": {"kl_coefficient": 0.1},
+    "loss": {"kl": {"coefficient": 0.1}},
     "aggregation": "sequence",
 }
 """The rows of an adapter are not a multiple of three, and its reference is the model without adapters."""

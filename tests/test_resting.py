@@ -46,7 +46,7 @@ def made(given: Any) -> ScaledTrainer:
 
 
 def configured(model: str, kind: str, **given: Any) -> Any:
-    chosen = setup(model, loss={"kl_coefficient": 0.1}, **given)
+    chosen = setup(model, loss={"kl": {"coefficient": 0.1}}, **given)
     if kind == "adapters":
         lora = LoraConfig(rank=8, publish="merged")
         return with_lora(chosen, lora)

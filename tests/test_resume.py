@@ -374,7 +374,7 @@ def test_a_change_that_cannot_be_right_is_refused_with_both_values(tmp_path, set
     ("setting", "why"),
     [
         ("model.lora.rank=4", "to which its adapters belong"),
-        ("loss.options.kl_coefficient=0.1", "with which its loss compares the policy"),
+        ("loss.options.kl.coefficient=0.1", "with which its loss compares the policy"),
         ("trainer.steps=9", ""),
     ],
 )

@@ -59,7 +59,11 @@ def trained(given: TrainerSetup, directory: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("dtype", "lora", "options"),
     [
-        ("float32", None, {"loss": {"kl_coefficient": 0.1}, "reference_every": 1, "updates_per_step": 2}),
+        (
+            "float32",
+            None,
+            {"loss": {"kl": {"coefficient": 0.1}}, "reference_every": 1, "updates_per_step": 2},
+        ),
         ("bfloat16", None, {"packing": False}),
         ("bfloat16", None, {"packing": True}),
         ("float32", LoraConfig(rank=2, publish="merged"), {"offload": True}),

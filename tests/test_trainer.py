@@ -199,7 +199,7 @@ def test_the_gradient_does_not_depend_on_padding_splitting_or_order(
     if order:
         random.Random(order).shuffle(rows)
     one, other = (
-        TorchTrainer(setup(model, tokens_per_microbatch=budget, loss={"kl_coefficient": 0.1}))
+        TorchTrainer(setup(model, tokens_per_microbatch=budget, loss={"kl": {"coefficient": 0.1}}))
         for budget in (10**6, tokens_per_microbatch)
     )
     for trainer, given in ((one, ragged(groups=1, size=8)), (other, rows)):
@@ -299,7 +299,7 @@ def test_the_clip_is_relative_to_the_start_of_the_step_and_the_weight_to_the_gen
 
 
 def test_the_reference_stays_at_the_start_weights(model: str) -> None:
-    trainer = TorchTrainer(setup(model, lr=1e-2, loss={"kl_coefficient": 0.01}))
+    trainer = TorchTrainer(setup(model, lr=1e-2, loss={"kl": {"coefficient": 0.01}}))
     divergences = [trainer.step(batch(ragged(), step)).metrics["kl"] for step in range(3)]
     assert divergences[0] == pytest.approx(0, abs=1e-9)
     assert 1e-6 < divergences[1] < divergences[2]
@@ -308,7 +308,7 @@ def test_the_reference_stays_at_the_start_weights(model: str) -> None:
 @pytest.mark.long
 def test_a_strong_pull_to_the_reference_holds_the_policy_there(model: str) -> None:
     free, held = (
-        TorchTrainer(setup(model, lr=1e-2, steps=6, loss={"kl_coefficient": c})) for c in (1e-9, 30.0)
+        TorchTrainer(setup(model, lr=1e-2, steps=6, loss={"kl": {"coefficient": c}})) for c in (1e-9, 30.0)
     )
     for step in range(6):
         end = [trainer.step(batch(ragged(), step)).metrics["kl"] for trainer in (free, held)]
@@ -355,7 +355,7 @@ def test_groups_with_equal_rewards_are_pulled_to_the_reference(
     drifted = TorchTrainer(setup(model, lr=1e-2))
     drifted.step(batch([row("ab=", "good", 1.0), row("ab=", "evil", -1.0)]))
     save(drifted, tmp_path)
-    options = {"kl_coefficient": coefficient}
+    options = {"kl": {"coefficient": coefficient}}
     trainer = TorchTrainer(setup(model, lr=1e-3, loss=options, resume_from=tmp_path))
     groups = [played([1.0, 1.0], ["good", "evil"])]
     config = Config(loss=LossConfig(options=options))
@@ -719,7 +719,7 @@ def test_a_reference_that_lacks_tensors_is_refused(model: str, tmp_path: Path) -
     save(trainer, tmp_path / "saved")
     shutil.copytree(model, tmp_path / "m")
     spoil(tmp_path / "m", "missing")
-    given = setup(str(tmp_path / "m"), loss={"kl_coefficient": 0.1}, resume_from=tmp_path / "saved")
+    given = setup(str(tmp_path / "m"), loss={"kl": {"coefficient": 0.1}}, resume_from=tmp_path / "saved")
     with pytest.raises(ModelError, match="would be random"):
         TorchTrainer(given)
 
@@ -798,7 +798,7 @@ def save(trainer: TorchTrainer, directory: Path) -> None:
 @pytest.mark.parametrize("updates", [1, 2])
 def test_resumed_training_is_the_same_bit_for_bit(model: str, tmp_path: Path, updates: int) -> None:
     def given(**options: object) -> TrainerSetup:
-        loss = {"kl_coefficient": 0.05}
+        loss = {"kl": {"coefficient": 0.05}}
         return setup(model, updates_per_step=updates, lr_schedule="cosine", loss=loss, **options)  # type: ignore[arg-type]
 
     def train(trainer: TorchTrainer, steps: range) -> None:
@@ -971,12 +971,32 @@ def test_a_function_of_a_file_is_a_schedule(tmp_path: Path) -> None:
     assert [schedule(config, update) for update in (0, 5, 6, 7, 8)] == [1.0, 1.0, 1.0, 0.5, 0.0]
 
 
+def test_a_schedule_may_take_the_metrics_of_its_update(model: str) -> None:
+    """VCPO's sqrt(ESS / N): 4 / 5 of tokens with weights 3 and 1 are effective."""
+    name = "grpo_plugin_algorithms.schedules:by_sample_size"
+    given = setup(model, lr=1e-2, lr_schedule=name, warmup_updates=0)
+    assert [
+        schedule(given.trainer, 0, lambda: {"effective_sample_size": 0.8}),
+        schedule(given.trainer, 0),
+    ] == [
+        math.sqrt((3 + 1) ** 2 / (3**2 + 1**2) / 2),
+        1.0,
+    ]
+    rows = [
+        with_tokens(each, logprobs=each.tokens.logprobs - i % 3)
+        for i, each in enumerate(scores(model, ragged()))
+    ]
+    metrics = TorchTrainer(given).step(batch(rows)).metrics
+    assert 0.1 < metrics["effective_sample_size"] < 0.9
+    assert metrics["lr"] == pytest.approx(1e-2 * math.sqrt(metrics["effective_sample_size"]))
+
+
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
         ("def other(done): return 1.0", ConfigError, r"rates.py has no 'wsd'"),
         ("wsd = (", ConfigError, r"SyntaxError"),
-        ("wsd = 1.0", PluginError, r"'float' object is not callable"),
+        ("wsd = 1.0", PluginError, r"1.0 is not a callable object"),
         ("def wsd(done): return None", PluginError, r"returned None for 0; expected a finite number"),
         ("def wsd(done): return 1 / done", PluginError, r"ZeroDivisionError"),
     ],

@@ -168,7 +168,12 @@ def test_a_run_trains_the_weights_that_plain_torch_trains(
     model: Path, packing: bool, tolerance: float
 ) -> None:
     """The model's norms round to float32: the sum of the gradients of a shared prompt, or each."""
-    options = {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "importance_cap": CAP, "kl_coefficient": KL}
+    options = {
+        "clip_low": CLIP_LOW,
+        "clip_high": CLIP_HIGH,
+        "correction": {"cap": CAP},
+        "kl": {"coefficient": KL},
+    }
     setup = TrainerSetup(
         model=ModelConfig(path=str(model)),
         trainer=evolve(OPTIONS, packing=packing),

@@ -138,9 +138,9 @@ def test_engines_get_exactly_the_weights_that_the_trainer_scores_with(model: str
 
 KINDS: list[dict[str, Any]] = [
     COPIES,
-    {**COPIES, "loss": {"kl_coefficient": 0.1}, "packing": True, "activations": "recompute"},
-    {**COPIES, "loss": {"kl_coefficient": 0.1}, "reference_every": 2},
-    {**COPIES, "loss": {"kl_coefficient": 0.1}, "lora": LoraConfig(rank=4, alpha=8)},
+    {**COPIES, "loss": {"kl": {"coefficient": 0.1}}, "packing": True, "activations": "recompute"},
+    {**COPIES, "loss": {"kl": {"coefficient": 0.1}}, "reference_every": 2},
+    {**COPIES, "loss": {"kl": {"coefficient": 0.1}}, "lora": LoraConfig(rank=4, alpha=8)},
 ]
 
 

@@ -174,7 +174,7 @@ def test_the_trainer_of_the_examples_trains_a_run_and_is_resumed(
     [
         ("trainer.updates_per_step=4", "does not know trainer.updates_per_step = 4"),
         ("model.lora.rank=4", "leave out [model.lora]"),
-        ("loss.options.kl_coefficient=0.1", "needs reference"),
+        ("loss.options.kl.coefficient=0.1", "needs reference"),
     ],
 )
 def test_the_trainer_of_the_examples_refuses_what_it_does_not_do(
@@ -198,7 +198,7 @@ def test_a_trainer_that_dies_ends_the_run_with_what_it_said(here: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("coefficient", [pytest.param(0.0, marks=pytest.mark.nightly), 0.1])
 def test_a_run_trains_on_equal_rewards_if_its_loss_needs_all_rows(here: Path, coefficient: float) -> None:
-    done = train(here, "--env", "./my.py:Same", *SMALL, "--set", f"loss.options.kl_coefficient={coefficient}")
+    done = train(here, "--env", "./my.py:Same", *SMALL, "--set", f"loss.options.kl.coefficient={coefficient}")
     assert done.returncode == 0, done.stderr
     trained = [
         json.loads(line).get("tokens/trained")

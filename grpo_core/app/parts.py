@@ -249,7 +249,6 @@ class Parts:
     def loss_setting(self) -> LossSetting:
         """The settings that options of the loss are checked against."""
         return LossSetting(
-            aggregation=self.config.loss.aggregation,
             proximal=self.config.trainer.proximal,
             updates_per_step=self.config.trainer.updates_per_step,
             max_staleness=self.config.pipeline.max_staleness,
@@ -258,7 +257,7 @@ class Parts:
     @property
     def remarks(self) -> list[Remark]:
         """Remarks about the options of the loss."""
-        return remarks_of(self.loss.function, self.config.loss.options, self.loss_setting)
+        return remarks_of(self.loss.function, self.loss.options, self.loss_setting)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -152,7 +152,7 @@ def check_task(name: str, task: TaskConfig, config: Config, host: PluginHost) ->
 def _check_loss(parts: Parts) -> None:
     """Raise ConfigError for options of the loss that are invalid, alone or with other sections."""
     config = parts.config
-    if problems := problems_of(parts.loss.function, config.loss.options, parts.loss_setting):
+    if problems := problems_of(parts.loss.function, parts.loss.options, parts.loss_setting):
         raise ConfigError(f"loss {config.loss.name!r}: " + "; ".join(problems))
 
 
@@ -164,7 +164,7 @@ def _check_teacher(parts: Parts) -> None:
     if not config.teacher.path:
         raise ConfigError(
             f"the loss {config.loss.name!r} learns from a teacher: set teacher.path to a model's directory "
-            "or hub id, or loss.options.teacher_coefficient = 0"
+            "or hub id, or loss.options.teacher.coefficient = 0"
         )
     teacher = teacher_model(config.teacher.path)
     if not (Path(teacher).expanduser() / ADAPTERS).is_file():

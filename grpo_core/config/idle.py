@@ -9,8 +9,8 @@ from typing import Any
 import attrs
 
 OF_LOSS = {
-    "reference": "a loss with a reference model (loss.options.kl_coefficient)",
-    "teacher": 'a loss with a teacher (loss.options.teacher_coefficient, or loss.name = "distillation")',
+    "reference": "a loss with a reference model (loss.options.kl.coefficient)",
+    "teacher": 'a loss with a teacher (loss.options.teacher.coefficient, or loss.name = "distillation")',
 }
 """Needs of a loss in words."""
 CLUSTER = "workers of a cluster (--ray)"

@@ -102,10 +102,15 @@ def _fits(key: str, patterns: Collection[str]) -> bool:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge tables key by key; other values of ``over`` replace those of ``base``."""
+    """Merge tables key by key; other values of ``over`` replace those of ``base``.
+
+    A string below a table is its ``name``, as ``correction = "token_mask"`` below ``correction.cap = 2``.
+    """
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
+        if isinstance(below, str) and isinstance(value, Mapping):
+            below = {"name": below}
         if isinstance(below, Mapping) and isinstance(value, Mapping):
             merged[key] = merge(below, value)
         else:

@@ -76,9 +76,9 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 
 def _schedule(instance: object, attribute: object, value: str) -> None:
-    if value not in SCHEDULES and not re.fullmatch(r".+\.py:\w+", value):
+    if value not in SCHEDULES and not re.fullmatch(r".+:\w+", value):
         raise ValueError(
-            f"'lr_schedule' must be {', '.join(map(repr, SCHEDULES))}, or a function in a file, such as "
+            f"'lr_schedule' must be {', '.join(map(repr, SCHEDULES))}, or a function, such as "
             f"'./file.py:name': {value!r}"
         )
 
@@ -111,8 +111,9 @@ class TrainerConfig(PluginChoice):
     lr: float = field(default=1e-6, validator=gt(0))
     """Peak learning rate."""
     lr_schedule: str = field(default="constant", validator=_schedule)
-    """Shape of the learning rate after the warm-up: "constant", "linear", "cosine", or a function in a file,
-    `./file.py:name`, from the fraction of updates done, 0 to 1, to the factor of `lr`."""
+    """Shape of the learning rate after the warm-up: "constant", "linear", "cosine", or a function,
+    `./file.py:name` or `module:name`, from the fraction of updates done, 0 to 1, to the factor of `lr`. It
+    may also take the metrics of the step so far, which has none before it begins."""
     lr_end: float = field(default=0.1, validator=[ge(0), le(1)], metadata=only_with("lr_schedule"))
     """Final learning rate of a linear or cosine schedule, as a fraction of `lr`."""
     warmup_updates: int = field(default=5, validator=ge(0))

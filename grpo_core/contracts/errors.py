@@ -338,8 +338,8 @@ ALIASES = {
     "num_generations": "rollout.group_size",
     "max_completion_length": "rollout.max_tokens",
     "max_new_tokens": "rollout.max_tokens",
-    "beta": "loss.options.kl_coefficient",
-    "kl_coef": "loss.options.kl_coefficient",
+    "beta": "loss.options.kl.coefficient",
+    "kl_coef": "loss.options.kl.coefficient",
     "max_steps": "trainer.steps",
     "gradient_checkpointing": "trainer.activations",
     "num_train_epochs": "trainer.epochs",
@@ -359,7 +359,7 @@ def did_you_mean(given: str, known: list[str] | tuple[str, ...] | set[str]) -> s
     """Return ``" Did you mean 'x'?"`` for the nearest of ``known``, or an empty string."""
     from difflib import get_close_matches
 
-    meant = ALIASES.get(given, "").rpartition(".")[2]
-    swapped = [name for name in sorted(known) if name == meant or sorted(name) == sorted(given)]
+    meant = ALIASES.get(given, "").split(".")
+    swapped = [name for name in sorted(known) if name in meant or sorted(name) == sorted(given)]
     near = swapped or get_close_matches(given, sorted(known), n=1, cutoff=0.65)
     return f" Did you mean {near[0]!r}?" if near else ""

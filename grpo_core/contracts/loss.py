@@ -36,7 +36,7 @@ Need = Literal[
 ``"teacher"``: ``teacher_logprobs``; the trainer keeps the model of the section ``[teacher]``.
 ``"entropy"``: ``entropy``, with a gradient.
 ``"entropy_control"``: ``entropy_coefficient``, which the trainer adapts by the loss's metric
-``bonus_entropy``; see ``grpo_core.losses.EntropyControl``.
+``bonus_entropy`` and its option ``entropy``; see ``grpo_core.losses.EntropyControl``.
 ``"all_rows"``: rows with advantage 0 as well, because another term of the loss trains on them.
 ``"sequences"``: all segments of a rollout in one call; a rollout of several segments is then a micro-batch of
 its own, whatever its length.
@@ -46,30 +46,10 @@ its own, whatever its length.
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-@frozen
-class Needs:
-    """One declaration of ``needs``."""
-
-    names: frozenset[Need]
-    when: str | None
-    """Name of the option that decides; None means always."""
-    values: frozenset[Any] | None = None
-    """Values of that option with which it is needed; None means all but 0, None and empty values."""
-
-    def active(self, options: Mapping[str, Any]) -> bool:
-        """Whether it is needed with these options."""
-        if self.when is None:
-            return True
-        value = options[self.when]
-        return bool(value) if self.values is None else value in self.values
-
-
 @frozen(kw_only=True)
 class LossSetting:
     """The parts of a configuration that decide whether options of a loss make sense."""
 
-    aggregation: str = "token"
-    """``loss.aggregation``."""
     proximal: str = "recompute"
     """``trainer.proximal``."""
     updates_per_step: int = 1
@@ -91,20 +71,19 @@ OptionsCheck = Callable[[Mapping[str, Any], LossSetting], Iterable[str | Remark]
 """Returns the problems of a loss's options in a configuration, each as a clause."""
 
 
-def needs(
-    *names: Need, when: str | None = None, values: Iterable[Any] | None = None
-) -> Callable[[_Function], _Function]:
+def needs(*names: Need, when: str | None = None) -> Callable[[_Function], _Function]:
     """Declare what a loss needs; several declarations of one function add up.
 
         @needs("entropy")
         @needs("reference", "all_rows", when="kl_coefficient")
         def my_loss(inputs, *, kl_coefficient=0.0): ...
 
+    The value of an option may have needs as well: its attribute ``needs`` is a collection of names.
+
     Args:
         names: see ``Need``.
         when: name of an option; the loss needs this only if the option's value is neither 0 nor None nor
             empty.
-        values: values of that option with which the loss needs this, instead.
 
     Raises:
         ValueError: a name is unknown, or the function has no option ``when``.
@@ -115,8 +94,7 @@ def needs(
     def declare(function: _Function) -> _Function:
         if when is not None and when not in signature(function).parameters:
             raise ValueError(f"needs: {function.__qualname__} has no option {when!r}")
-        only = None if values is None else frozenset(values)
-        declared = (*_declared(function), Needs(frozenset(names), when, only))
+        declared = (*getattr(function, "needs", ()), (names, when))
         function.needs = declared  # type: ignore[attr-defined]
         return function
 
@@ -125,16 +103,9 @@ def needs(
 
 def needs_of(function: Callable[..., Any], options: Mapping[str, Any]) -> frozenset[Need]:
     """Return what a loss needs with these options; the other options have their defaults."""
-    declared = _declared(function)
-    conditional = {each.when for each in declared if each.when is not None}
-    defaults = {name: signature(function).parameters[name].default for name in conditional}
-    values = {**defaults, **options}
-    return frozenset(name for each in declared if each.active(values) for name in each.names)
-
-
-def _declared(function: Callable[..., Any]) -> tuple[Needs, ...]:
-    declared: tuple[Needs, ...] = getattr(function, "needs", ())
-    return declared
+    values = {name: each.default for name, each in signature(function).parameters.items()} | dict(options)
+    declared = (names for names, when in getattr(function, "needs", ()) if when is None or values[when])
+    return frozenset().union(*declared, *(getattr(value, "needs", ()) for value in values.values()))
 
 
 def options_checked_by(check: OptionsCheck) -> Callable[[_Function], _Function]:

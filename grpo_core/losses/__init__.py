@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from grpo_core.losses.aggregation import total as total
     from grpo_core.losses.clipped import IDLE_CLIP as IDLE_CLIP
     from grpo_core.losses.clipped import LARGEST_LOG_RATIO as LARGEST_LOG_RATIO
+    from grpo_core.losses.clipped import Kl as Kl
+    from grpo_core.losses.clipped import TokenTruncate as TokenTruncate
     from grpo_core.losses.clipped import bounded_exp as bounded_exp
     from grpo_core.losses.clipped import grpo as grpo
     from grpo_core.losses.entropy import EntropyControl as EntropyControl

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from grpo_core.contracts.loss import LossInputs, LossSetting, Remark, needs, options_checked_by
+from attrs import field, frozen
+from attrs.validators import ge, gt, lt
+
+from grpo_core.contracts.loss import LossInputs, LossSetting, Remark, options_checked_by
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,39 +23,50 @@ IDLE_CLIP = Remark(
 )
 
 
+@frozen(kw_only=True)
+class TokenTruncate:
+    """Truncated importance sampling: the weight of a token is min(proximal / generation, ``cap``)."""
+
+    cap: float = field(default=2.0, validator=gt(0))
+    """Upper bound of the importance weight."""
+
+
+@frozen(kw_only=True)
+class Kl:
+    """The KL divergence to the reference model, a term of the loss."""
+
+    coefficient: float = field(default=0.0, validator=[ge(0), lt(float("inf"))])
+    """Factor of the divergence; 0 needs no reference model."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("reference", "all_rows") if self.coefficient else ()
+
+
 def _problems(given: Mapping[str, Any], setting: LossSetting) -> Iterator[str | Remark]:
     """Yield the options that are out of range or have no effect."""
-    for name, value in given.items():
-        if not 0 <= value < float("inf") and not (name.endswith(("high", "cap")) and value > 0):
-            yield f"{name} = {value}: expected at least 0 and finite"
-    if given.get("clip_low", 0) > 1:
-        yield f"clip_low = {given['clip_low']}: expected 0 to 1"
-    if given.get("importance_cap", 1) == 0:
-        yield "importance_cap = 0: expected above 0"
-    elif "importance_cap" in given and setting.proximal == "generation":
-        yield (
-            "importance_cap does nothing with trainer.proximal = 'generation': proximal / generation is 1. "
-            "Leave it out, or recompute the proximal logprobs"
-        )
+    for name, most in (("clip_low", 1), ("clip_high", float("inf"))):
+        if not 0 <= given.get(name, 0) <= most:
+            yield f"{name} = {given[name]}: expected 0 to {most}"
+    if "correction" in given and setting.proximal == "generation":
+        yield "correction does nothing: with trainer.proximal = 'generation' its weight is 1; leave it out"
     clips = {"clip_low", "clip_high"} & given.keys()
     if clips and setting.updates_per_step == 1 and setting.proximal == "recompute":
         yield IDLE_CLIP
 
 
 @options_checked_by(_problems)
-@needs("reference", "all_rows", when="kl_coefficient")
 def grpo(
     inputs: LossInputs,
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.28,
-    importance_cap: float = 2.0,
-    kl_coefficient: float = 0.0,
+    correction: TokenTruncate = TokenTruncate(),
+    kl: Kl = Kl(),
 ) -> LossOutput:
     """Clipped policy gradient with a correction for tokens that older weights sampled.
 
-    With r = policy / proximal, w = min(proximal / generation, ``importance_cap``) and advantage A, a
-    token's loss is::
+    With r = policy / proximal, w = min(proximal / generation, ``cap``) and advantage A, a token's loss is::
 
         - w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
 
@@ -69,12 +83,12 @@ def grpo(
         inputs: the sampled tokens of one micro-batch.
         clip_low: the ratio of a token with a negative advantage is clipped below 1 minus this.
         clip_high: the ratio of a token with a positive advantage is clipped above 1 plus this.
-        importance_cap: upper bound of the importance weight.
-        kl_coefficient: factor of the KL divergence to the reference model; 0 needs no reference model.
+        correction: the importance weight.
+        kl: the KL divergence to the reference model.
     """
     policy, proximal, advantages = inputs.policy_logprobs, inputs.proximal_logprobs, inputs.advantages
     ratio = bounded_exp(policy - proximal)
-    weights = bounded_exp((proximal - inputs.generation_logprobs).detach()).clamp(max=importance_cap)
+    weights = bounded_exp((proximal - inputs.generation_logprobs).detach()).clamp(max=correction.cap)
     objective = (ratio * advantages).minimum(ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     losses = -weights * objective
     metrics = {
@@ -83,10 +97,10 @@ def grpo(
         "importance_weight_mean": weights,
         "importance_weight_max": weights,
     }
-    if kl_coefficient and inputs.reference_logprobs is not None:
-        kl = _kl(policy, inputs.reference_logprobs)
-        losses = losses + kl_coefficient * kl
-        metrics["kl"] = kl.detach()
+    if kl.coefficient and inputs.reference_logprobs is not None:
+        divergence = _kl(policy, inputs.reference_logprobs)
+        losses = losses + kl.coefficient * divergence
+        metrics["kl"] = divergence.detach()
     return losses, metrics
 
 

@@ -28,16 +28,9 @@ class EntropyControl:
 
     @classmethod
     def of(cls, loss: Callable[..., Any], options: Mapping[str, Any]) -> EntropyControl:
-        """Make the control of a loss that has the options ``entropy_coefficient``, ``_target`` and so on."""
-        defaults = {name: each.default for name, each in inspect.signature(loss).parameters.items()}
-        chosen = {**defaults, **options}
-        return cls(
-            coefficient=chosen["entropy_coefficient"],
-            target=chosen["entropy_target"],
-            delta=chosen["entropy_delta"],
-            low=chosen["entropy_min"],
-            high=chosen["entropy_max"],
-        )
+        """Make the control of a loss from the attributes of its option ``entropy``."""
+        of = options.get("entropy", inspect.signature(loss).parameters["entropy"].default)
+        return cls(coefficient=of.coefficient, target=of.target, delta=of.delta, low=of.min, high=of.max)
 
     @property
     def applied(self) -> float:

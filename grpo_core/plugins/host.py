@@ -65,6 +65,7 @@ from grpo_core.plugins.offers import (
 )
 from grpo_core.plugins.paths import args_with_paths, with_paths
 from grpo_core.plugins.selection import PluginSelection
+from grpo_core.plugins.values import with_values
 
 if TYPE_CHECKING:
     from grpo_core.config.sections import PluginSections
@@ -193,6 +194,7 @@ class PluginHost:
         factory = selected.load()
         check_requirements(selected)
         args = (*args_with_paths(selected, factory), *args)
+        options = with_values(selected, factory, options)
         check_options(selected, factory, options, given=len(args))
         making = _making.set(self)
         try:
@@ -212,6 +214,7 @@ class PluginHost:
         """
         selected = self.find(kind, name)
         function = selected.load()
+        options = with_values(selected, function, options)
         check_options(selected, function, options, given=None, more=_more_options(selected))
         return Bound(selected, function, with_paths(function, options))
 
@@ -232,6 +235,7 @@ class PluginHost:
         factory = selected.load()
         check_requirements(selected)
         given = None if kind in FUNCTIONS else (kind in SET_UP) + len(selected.args)
+        options = with_values(selected, factory, options)
         check_options(selected, factory, options, given=given, more=_more_options(selected))
 
     def check_values(self, kind: Kind, name: str, options: Mapping[str, Any], **known: Any) -> None:
@@ -252,7 +256,7 @@ class PluginHost:
         named = inspect.signature(check).parameters
         known = {key: value for key, value in known.items() if key in named}
         try:
-            check(**known, **with_paths(selected.load(), options))
+            check(**known, **with_paths(factory := selected.load(), with_values(selected, factory, options)))
         except ValueError as error:
             raise SelectionError(f"{selected}: {one_line(error)}") from error
 

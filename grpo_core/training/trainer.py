@@ -373,7 +373,8 @@ class TorchTrainer:
             finite = self._gradient_is_finite(about, norm, totals)
         if finite:
             self._changed = True
-            factor = schedule(self._config, share.step * self._config.updates_per_step + number)
+            place = share.step * self._config.updates_per_step + number
+            factor = schedule(self._config, place, lambda: totals.metrics(self._ranks))
             with part("wait for the checkpoint"):
                 self._saving.settled()
             with part("optimizer"):

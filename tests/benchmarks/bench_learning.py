@@ -34,10 +34,10 @@ STEPS = {"sort": 200, "arrivals": 120}
 CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
     "off": {"loss.options.correction": "off"},
     "token_truncate": {"loss.options.correction": "token_truncate"},
-    "token_mask": {"loss.options.correction": "token_mask", "loss.options.importance_floor": 0.5},
+    "token_mask": {"loss.options.correction": {"name": "token_mask", "floor": 0.5}},
     "sequence_truncate": {"loss.options.correction": "sequence_truncate"},
-    "sequence_mask": {"loss.options.correction": "sequence_mask", "loss.options.importance_floor": 0.5},
-    "geometric_mask": {"loss.options.correction": "geometric_mask", "loss.options.importance_floor": 0.5},
+    "sequence_mask": {"loss.options.correction": {"name": "sequence_mask", "floor": 0.5}},
+    "geometric_mask": {"loss.options.correction": {"name": "geometric_mask", "floor": 0.5}},
     "generation": {"trainer.proximal": "generation"},
 }
 """The settings of each correction.  The caps are the default, 2."""

@@ -49,7 +49,7 @@ KINDS: dict[str, dict[str, object]] = {
     "sync": {"pipeline.max_staleness": 0},
     "stale": {"pipeline.max_staleness": 2, "trainer.updates_per_step": 2},
     "killed": {},
-    "lora": {"model.lora.rank": 4, "model.lora.dropout": 0.1, "loss.options.kl_coefficient": 0.01},
+    "lora": {"model.lora.rank": 4, "model.lora.dropout": 0.1, "loss.options.kl.coefficient": 0.01},
     "ranks": {"trainer.ranks": 2},
 }
 

@@ -256,7 +256,7 @@ def _lr_low(draw: Draw) -> None:
 
 @breaks("entropy_collapsed")
 def _entropy(draw: Draw) -> None:
-    draw.settings["loss.options.entropy_coefficient"] = -draw.rng.uniform(2.0, 6.0)
+    draw.settings["loss.options.entropy.coefficient"] = -draw.rng.uniform(2.0, 6.0)
     draw.settings["loss.name"] = "grpo"
     draw.settings["trainer.updates_per_step"] = 1
     draw.tasks(judge="share", length=4)

@@ -43,11 +43,10 @@ from grpo_core.contracts.records import (
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.losses.aggregation import total
 from grpo_core.losses.inputs import padded
+from grpo_core.plugins.host import PluginHost
 from grpo_core.training.batching import split_updates
 from grpo_core.training.totals import Totals, off_policy
 from grpo_core.training.trainer import MAX_LOST_UPDATES
-from grpo_plugin_algorithms.clipped import grpo
-from grpo_plugin_algorithms.losses import cispo
 
 VOCABULARY, POSITIONS, CLASSES = 10, 24, 6
 """Sizes of the table; token 0 is the stop token."""
@@ -421,7 +420,8 @@ class Learner(Trainer):
         self._rng = random.Random(f"trainer/{seed}")
         self._own = torch.nn.Parameter(torch.from_numpy(tables.versions[0].copy()))
         self._common = torch.nn.Parameter(torch.zeros(POSITIONS, VOCABULARY))
-        trainer = config.trainer
+        trainer, host = config.trainer, PluginHost.discover(["algorithms"])
+        self._loss = host.function("loss", config.loss.name, **config.loss.options)
         self._optimizer = torch.optim.Adam(
             [self._own, self._common], lr=trainer.lr * world.scale, betas=trainer.betas
         )
@@ -490,8 +490,7 @@ class Learner(Trainer):
             prompts=rows.groups,
             aggregation=config.loss.aggregation,
         )
-        loss = {"grpo": grpo, "cispo": cispo}[config.loss.name]
-        losses, metrics = loss(inputs, **config.loss.options)
+        losses, metrics = self._loss(inputs)
         wrong = self._rng.random() < 0.7 and self.version >= self._world.nan_from * config.trainer.steps
         total(losses, inputs).backward()
         if wrong:

@@ -2,73 +2,91 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
+
+from attrs import field, frozen
 
 from grpo_core.losses import bounded_exp
+from grpo_plugin_algorithms.ranges import CAP, FACTOR
 from grpo_plugin_algorithms.tensors import means, sums
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Correction = Literal[
-    "off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
-]
-BY_SEQUENCE = ("sequence_truncate", "sequence_mask", "geometric_mask")
-"""Corrections that need all tokens of each sequence in the micro-batch."""
+
+@frozen(kw_only=True)
+class Off:
+    """w = 1."""
+
+    def weights(self, log_ratio: Tensor, sequences: Tensor) -> Tensor:
+        """Compute the weight w of each token, without gradient.
+
+        With r = proximal / generation of a token, and R the product of r over its sequence, of L tokens, the
+        docstrings of the classes have the formulas of w.
+
+        Args:
+            log_ratio: log r [N], without gradient.
+            sequences: index [N] of each token's sequence.
+        """
+        return log_ratio.new_ones(log_ratio.shape)
 
 
-def importance_weights(
-    proximal: Tensor,
-    generation: Tensor,
-    sequences: Tensor,
-    correction: Correction = "token_truncate",
-    *,
-    low: float = 0.0,
-    high: float = 2.0,
-) -> Tensor:
-    """Compute the weight w of each token, without gradient.
+@frozen(kw_only=True)
+class _Bounded:
+    floor: float = field(default=0.0, validator=FACTOR)
+    """Lower bound of the importance weight."""
+    cap: float = field(default=2.0, validator=CAP)
+    """Upper bound of the importance weight."""
 
-    With r = proximal / generation of a token, and R the product of r over its sequence::
+    def __attrs_post_init__(self) -> None:
+        if self.floor > self.cap:
+            raise ValueError(f"floor = {self.floor} is above cap = {self.cap}")
 
-        off                w = 1
-        token_truncate     w = clip(r, low, high)            truncated IS (TIS; IMPALA, arXiv 1802.01561)
-        token_mask         w = r if low <= r <= high else 0  IcePop
-        sequence_truncate  w = clip(R, low, high)            truncated IS of sequences
-        sequence_mask      w = R if low <= R <= high else 0  masked IS of sequences
-        geometric_mask     w = r if low <= R^(1 / L) <= high else 0, with L the tokens of the sequence
+    def _inside(self, ratio: Tensor) -> Tensor:
+        return (ratio >= self.floor) & (ratio <= self.cap)
 
-    Args:
-        proximal: logprobs [N] by the trainer.
-        generation: logprobs [N] by the engine that sampled.
-        sequences: index [N] of each token's sequence; the last three corrections need whole sequences.
-        correction: name of the correction, as above.
-        low: lower bound.
-        high: upper bound.
-    """
-    log_ratio = (proximal - generation).detach()
-    ratio = bounded_exp(log_ratio)
-    if correction == "off":
-        return ratio.new_ones(ratio.shape)
-    if correction == "token_truncate":
-        return ratio.clamp(low, high) if low > 0 else ratio.clamp(max=high)
-    if correction == "token_mask":
-        return ratio.where((ratio >= low) & (ratio <= high), 0.0)
-    if correction == "geometric_mask":
+
+class _OfSequences(_Bounded):
+    needs = ("sequences",)
+
+
+class TokenTruncate(_Bounded):
+    """w = clip(r, floor, cap): truncated importance sampling (TIS; IMPALA, arXiv 1802.01561)."""
+
+    def weights(self, log_ratio: Tensor, sequences: Tensor) -> Tensor:
+        ratio = bounded_exp(log_ratio)
+        return ratio.clamp(self.floor, self.cap) if self.floor > 0 else ratio.clamp(max=self.cap)
+
+
+class TokenMask(_Bounded):
+    """w = r if floor <= r <= cap else 0: IcePop."""
+
+    def weights(self, log_ratio: Tensor, sequences: Tensor) -> Tensor:
+        ratio = bounded_exp(log_ratio)
+        return ratio.where(self._inside(ratio), 0.0)
+
+
+class SequenceTruncate(_OfSequences):
+    """w = clip(R, floor, cap): truncated importance sampling of sequences."""
+
+    def weights(self, log_ratio: Tensor, sequences: Tensor) -> Tensor:
+        return bounded_exp(sums(log_ratio, sequences)).clamp(self.floor, self.cap)
+
+
+class SequenceMask(_OfSequences):
+    """w = R if floor <= R <= cap else 0: masked importance sampling of sequences."""
+
+    def weights(self, log_ratio: Tensor, sequences: Tensor) -> Tensor:
+        product = bounded_exp(sums(log_ratio, sequences))
+        return product.where(self._inside(product), 0.0)
+
+
+class GeometricMask(_OfSequences):
+    """w = r if floor <= R^(1 / L) <= cap else 0."""
+
+    def weights(self, log_ratio: Tensor, sequences: Tensor) -> Tensor:
         mean = bounded_exp(means(log_ratio, sequences))
-        return ratio.where((mean >= low) & (mean <= high), 0.0)
-    product = bounded_exp(sums(log_ratio, sequences))
-    if correction == "sequence_truncate":
-        return product.clamp(low, high)
-    return product.where((product >= low) & (product <= high), 0.0)
+        return bounded_exp(log_ratio).where(self._inside(mean), 0.0)
 
 
-def off_policy_kept(
-    policy: Tensor, generation: Tensor, advantages: Tensor, sequences: Tensor, *, limit: float
-) -> Tensor:
-    """Return a mask [N] of the tokens with an advantage of at least 0 or a sequence near the policy.
-
-    A sequence is near if the mean of generation - policy over its tokens is at most ``limit`` (nats per
-    token): the off-policy sequence mask of DeepSeek-V3.2 (arXiv 2512.02556).
-    """
-    distance = means((generation - policy).detach(), sequences)
-    return (advantages >= 0) | (distance <= limit)
+Correction = Off | TokenTruncate | TokenMask | SequenceTruncate | SequenceMask | GeometricMask

@@ -4,12 +4,73 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from grpo_core.losses import LARGEST_LOG_RATIO
+from attrs import field, frozen
+
+from grpo_core.losses import LARGEST_LOG_RATIO, bounded_exp
+from grpo_plugin_algorithms.ranges import FACTOR, POSITIVE, check_idle
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from grpo_core import LossInputs
+
 Estimator = Literal["k1", "k2", "k3"]
+
+
+@frozen(kw_only=True)
+class Kl:
+    """The KL divergence to the reference model."""
+
+    coefficient: float = field(default=0.0, validator=FACTOR)
+    """Factor of the divergence; 0 needs no reference model."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """The estimate of the divergence; with d = reference - policy k1 = - d, k2 = d^2 / 2 or
+    k3 = exp(d) - d - 1."""
+    acts_on: Literal["loss", "reward"] = "loss"
+    """Whether it is a term of the loss, or lowers the advantage of each token ("reward"), with proximal
+    instead of policy logprobs."""
+    weight: Literal["score", "none", "ratio", "generation"] = "score"
+    """Weight of the estimate in the loss: "score" (the gradient is that of the divergence), "none" (that of
+    the estimate), "ratio" (times the ratio of the objective) or "generation" (times policy / generation)."""
+    input_clamp: float | None = field(default=None, validator=POSITIVE)
+    """Difference of logprobs at which the estimate is clamped and loses its gradient."""
+    output_clamp: float | None = field(default=None, validator=POSITIVE)
+    """Value at which the weighted estimate is clamped."""
+
+    def __attrs_post_init__(self) -> None:
+        check_idle(
+            self, "estimator", "acts_on", "weight", "input_clamp", "output_clamp", without="coefficient"
+        )
+        if self.acts_on == "reward" and self.weight != "score":
+            raise ValueError("weight is of a term of the loss, and acts_on = 'reward' has none")
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("reference", "all_rows") if self.coefficient else ()
+
+    def of_reward(self, inputs: LossInputs, reference: Tensor) -> Tensor:
+        """Return the estimate [N] of a penalty of the reward, without gradient."""
+        return self._estimate(inputs.proximal_logprobs.detach(), reference)
+
+    def of_loss(self, inputs: LossInputs, reference: Tensor, ratio: Tensor | None) -> Tensor:
+        """Return the estimate [N] of a term of the loss, with its gradient."""
+        policy = inputs.policy_logprobs
+        weights = ratio if self.weight == "ratio" else None
+        if self.weight == "score":
+            weights = score_weights(policy)
+        elif self.weight == "generation":
+            weights = bounded_exp(policy - inputs.generation_logprobs)
+        return self._estimate(policy, reference, weights)
+
+    def _estimate(self, policy: Tensor, reference: Tensor, weights: Tensor | None = None) -> Tensor:
+        return kl_estimate(
+            policy,
+            reference,
+            self.estimator,
+            input_clamp=self.input_clamp,
+            output_clamp=self.output_clamp,
+            weights=weights,
+        )
 
 
 def kl_estimate(

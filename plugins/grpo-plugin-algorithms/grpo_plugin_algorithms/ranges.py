@@ -1,52 +1,46 @@
-"""Ranges of the options of losses."""
+"""Ranges of the numbers among a loss's options."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
+from math import inf
+from typing import Any
 
+import attrs
 from attrs import frozen
 
 
-@frozen(kw_only=True)
+@frozen
 class Range:
-    """The valid numbers of an option: finite, and between bounds."""
+    """The valid numbers of an option, as a validator of attrs; None is always valid."""
 
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-    infinite: bool = False
-    """Whether infinity is valid, for an upper bound that is off."""
-    why: str = ""
-    """Reason for the bounds, as the end of a sentence."""
+    fits: Callable[[float], bool]
+    """Whether a number is valid; NaN compares false."""
+    expected: str
 
-    def problem(self, name: str, value: float) -> str | None:
-        """Return the error in an option's value, or None."""
-        if math.isnan(value) or not (self.infinite or math.isfinite(value)):
-            return f"{name} = {value}: expected a finite number"
+    def problem(self, name: str, value: float | None) -> str:
+        """Return the error in an option's value, or an empty string."""
+        return "" if value is None or self.fits(value) else f"{name} = {value}: expected {self.expected}"
+
+    def __call__(self, instance: object, attribute: attrs.Attribute[Any], value: float | None) -> None:
+        if problem := self.problem(attribute.name, value):
+            raise ValueError(problem)
+
+
+FINITE = Range(lambda x: -inf < x < inf, "a finite number")
+SHARE = Range(lambda x: 0 <= x <= 1, "0 to 1")
+POSITIVE = Range(lambda x: 0 < x < inf, "a finite number above 0")
+FACTOR = Range(lambda x: 0 <= x < inf, "a finite number of at least 0")
+CLIP = Range(lambda x: x >= 0, "at least 0")
+CAP = Range(lambda x: x > 0, "above 0")
+RATIO_CAP = Range(lambda x: 1 < x < inf, "above 1, or it would remove the gradient at ratio 1")
+
+
+def check_idle(value: Any, *names: str, without: str) -> None:
+    """Raise ValueError for a field of an attrs value that is set, and has no effect ``without`` another."""
+    for name in names:
         if (
-            (self.at_least is None or value >= self.at_least)
-            and (self.above is None or value > self.above)
-            and (self.at_most is None or value <= self.at_most)
+            not getattr(value, without)
+            and getattr(value, name) != getattr(attrs.fields(type(value)), name).default
         ):
-            return None
-        return f"{name} = {value}: expected {self}" + (f", {self.why}" if self.why else "")
-
-    def __str__(self) -> str:
-        if self.at_least is not None and self.at_most is not None:
-            return f"{self.at_least:g} to {self.at_most:g}"
-        bounds = [
-            f"{words} {bound:g}"
-            for words, bound in (
-                ("at least", self.at_least),
-                ("above", self.above),
-                ("at most", self.at_most),
-            )
-            if bound is not None
-        ]
-        return " and ".join(bounds) or "a finite number"
-
-
-FINITE = Range()
-SHARE = Range(at_least=0, at_most=1)
-POSITIVE = Range(above=0)
-NOT_NEGATIVE = Range(at_least=0)
+            raise ValueError(f"{name} does nothing without {without}")

@@ -1,8 +1,10 @@
-"""Ratios of policy to proximal probabilities, for each token."""
+"""Ratios of policy to proximal probabilities, for each token, with a gradient through the policy."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
+
+from attrs import frozen
 
 from grpo_core.losses import bounded_exp
 from grpo_plugin_algorithms.tensors import means
@@ -10,30 +12,37 @@ from grpo_plugin_algorithms.tensors import means
 if TYPE_CHECKING:
     from torch import Tensor
 
-Level = Literal["token", "sequence", "sequence_token"]
+    from grpo_core import LossInputs
 
 
-def policy_ratio(policy: Tensor, proximal: Tensor, sequences: Tensor, level: Level = "token") -> Tensor:
-    """Compute r for each token, with a gradient through ``policy``.
+@frozen
+class Token:
+    """r = policy / proximal."""
 
-    ::
+    def of(self, inputs: LossInputs) -> Tensor:
+        """Compute r [N]."""
+        return bounded_exp(inputs.policy_logprobs - inputs.proximal_logprobs)
 
-        token            r = policy / proximal
-        sequence         r = s = the geometric mean of policy / proximal over the sequence
-                             (GSPO, arXiv 2507.18071 eq. 7)
-        sequence_token   r = sg(s) policy / sg(policy): the value of the sequence, the gradient of the token
-                             (GSPO-token, eq. 14; sg stops the gradient)
 
-    Args:
-        policy: logprobs [N].
-        proximal: logprobs [N] without gradient.
-        sequences: index [N] of each token's sequence; sequences must be whole.
-        level: name of the ratio, as above.
+@frozen
+class Sequence:
+    """r = s = the geometric mean of policy / proximal over the sequence (GSPO, arXiv 2507.18071 eq. 7)."""
+
+    needs = ("sequences",)
+
+    def of(self, inputs: LossInputs) -> Tensor:
+        """Compute r [N]."""
+        return bounded_exp(means(inputs.policy_logprobs - inputs.proximal_logprobs, inputs.sequences))
+
+
+@frozen
+class SequenceToken(Sequence):
+    """r = sg(s) policy / sg(policy): the value of the sequence, the gradient of the token.
+
+    (GSPO-token, arXiv 2507.18071 eq. 14; sg stops the gradient.)
     """
-    log_ratio = policy - proximal
-    if level == "token":
-        return bounded_exp(log_ratio)
-    sequence = means(log_ratio, sequences)
-    if level == "sequence":
-        return bounded_exp(sequence)
-    return bounded_exp(sequence.detach()) * (policy - policy.detach()).exp()
+
+    def of(self, inputs: LossInputs) -> Tensor:
+        """Compute r [N]."""
+        policy = inputs.policy_logprobs
+        return super().of(inputs).detach() * (policy - policy.detach()).exp()

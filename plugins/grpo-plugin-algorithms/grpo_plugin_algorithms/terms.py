@@ -1,310 +1,146 @@
-"""The options that losses share: corrections, masks, KL, an entropy bonus, a likelihood term for successes.
-
-``composed`` turns an objective into a loss by adding these options.
-"""
+"""What losses add to their objectives: a teacher, masks, an entropy bonus, a term for right rollouts."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import wraps
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import attrs
 from attrs import evolve, field, frozen
 
-from grpo_core import LossInputs, needs
-from grpo_core.losses import LossSetting, Remark, bounded_exp, options_checked_by
-from grpo_plugin_algorithms.combinations import Declared, Lack, problems
-from grpo_plugin_algorithms.corrections import BY_SEQUENCE, importance_weights, off_policy_kept
-from grpo_plugin_algorithms.kl import kl_estimate, score_weights
-from grpo_plugin_algorithms.ranges import FINITE, NOT_NEGATIVE, POSITIVE, Range
+from grpo_core import needs
+from grpo_core.losses import IDLE_CLIP, LossSetting, Remark, options_checked_by
+from grpo_plugin_algorithms.corrections import Correction, Off
+from grpo_plugin_algorithms.kl import Kl, kl_estimate, score_weights
+from grpo_plugin_algorithms.ranges import FACTOR, FINITE, POSITIVE, Range, check_idle
+from grpo_plugin_algorithms.tensors import means
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from grpo_core import LossInputs
+
     LossOutput = tuple[Tensor, dict[str, Tensor]]
 
-
-def _option(default: Any, meaning: str, within: Range = FINITE, *, only_with: str = "") -> Any:
-    """Declare an option, which has no effect unless the option ``only_with`` is set."""
-    return field(default=default, metadata={"meaning": meaning, "within": within, "only_with": only_with})
-
-
-FACTOR = Range(at_least=0, why="since a negative factor would push the policy away")
+_Loss = TypeVar("_Loss", bound=Callable[..., Any])
 
 
 @frozen(kw_only=True)
-class Terms:
-    """The options that all losses share."""
+class Teacher:
+    """The reverse KL divergence to a teacher."""
 
-    correction: Literal[
-        "off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
-    ] = _option(
-        "token_truncate",
-        'correction for tokens that older weights sampled, a weight of the objective: "token_truncate" '
-        '(truncated importance sampling), "token_mask" (IcePop: tokens outside of the bounds are dropped), '
-        '"sequence_truncate", "sequence_mask" (the product over a rollout), "geometric_mask" (rollouts whose '
-        'geometric mean is outside of the bounds are dropped) or "off".',
-    )
-    importance_floor: float = _option(0.0, "lower bound of the importance weight.", NOT_NEGATIVE)
-    importance_cap: float = _option(
-        2.0, "upper bound of the importance weight.", Range(above=0, infinite=True)
-    )
-    off_policy_limit: float | None = _option(
-        None,
-        "rollouts with a negative advantage are not trained by the objective if their mean of generation "
-        "minus policy logprobs is above this; None trains all.",
-        POSITIVE,
-    )
-    on_policy: bool = _option(
-        False, "the policy itself stands for the proximal one, so that every ratio is 1; one update per step."
-    )
-    top_entropy: float | None = _option(
-        None,
-        "the objective trains only this share of an update's tokens, those of highest entropy.",
-        Range(above=0, at_most=1, why="since it is a share of tokens"),
-    )
-    kl_coefficient: float = _option(
-        0.0, "factor of the KL divergence to the reference model; 0 needs no reference model.", FACTOR
-    )
-    kl_estimator: Literal["k1", "k2", "k3"] = _option(
-        "k3", "estimate of the KL divergence.", only_with="kl_coefficient"
-    )
-    kl_in: Literal["loss", "reward"] = _option(
-        "loss",
-        "where the KL divergence counts: as a term of the loss, or it lowers the advantage of each token "
-        '("reward"), with proximal instead of policy logprobs.',
-        only_with="kl_coefficient",
-    )
-    kl_weight: Literal["score", "none", "ratio", "generation"] = _option(
-        "score",
-        'weight of the estimate: "score" (the gradient is that of the divergence), "none" (that of the '
-        'estimate), "ratio" (times the ratio of the objective) or "generation" (times policy / generation).',
-        only_with="kl_coefficient",
-    )
-    kl_input_clamp: float | None = _option(
-        None,
-        "difference of logprobs at which the estimate is clamped and loses its gradient.",
-        POSITIVE,
-        only_with="kl_coefficient",
-    )
-    kl_output_clamp: float | None = _option(
-        None, "value at which the weighted estimate is clamped.", POSITIVE, only_with="kl_coefficient"
-    )
-    teacher_coefficient: float = _option(
-        0.0,
-        "factor of the reverse KL divergence to the teacher, in the advantage of each token or as a term of "
-        "the loss; 0 needs no teacher.",
-        FACTOR,
-    )
-    teacher_in: Literal["advantage", "loss"] = _option(
-        "advantage",
-        "where the teacher counts: log teacher minus log proximal, times the factor, is added to the "
-        'advantage of each token, or the divergence is a term of the loss ("loss"; k3, with its gradient).',
-        only_with="teacher_coefficient",
-    )
-    teacher_clip: float | None = _option(
-        None,
-        "bound of the difference of logprobs to the teacher, on both sides; None has no bound.",
-        POSITIVE,
-        only_with="teacher_coefficient",
-    )
-    reward_coefficient: float = _option(
-        1.0,
-        "factor of the advantages of rewards; 0 learns from the teacher alone.",
-        Range(at_least=0, why="since a negative factor would reward failures"),
-    )
-    entropy_coefficient: float = _option(
-        0.0, "factor of the entropy's mean over the update's tokens, which the loss raises."
-    )
-    entropy_target: float | None = _option(
-        None,
-        "entropy in nats near which a changing factor holds the policy: it begins with entropy_coefficient, "
-        "rises after an update at or below the target, falls after others, and applies only at or below it; "
-        "None keeps the factor.",
-        POSITIVE,
-    )
-    entropy_delta: float = _option(
-        0.005, "change of the factor after an update.", POSITIVE, only_with="entropy_target"
-    )
-    entropy_min: float = _option(0.0, "lower bound of the factor.", only_with="entropy_target")
-    entropy_max: float = _option(1.0, "upper bound of the factor.", only_with="entropy_target")
-    nll_coefficient: float = _option(
-        0.0, "factor of the negative logprobs' mean over the tokens of right rollouts (VAPO).", FACTOR
-    )
+    coefficient: float = field(default=0.0, validator=FACTOR)
+    """Factor of the divergence; 0 needs no teacher."""
+    acts_on: Literal["advantage", "loss"] = "advantage"
+    """Whether log teacher minus log proximal, times the factor, is added to the advantage of each token, or
+    the divergence is a term of the loss ("loss"; k3, with its gradient)."""
+    clip: float | None = field(default=None, validator=POSITIVE)
+    """Bound of the difference of logprobs to the teacher, on both sides; None has no bound."""
+    reward_coefficient: float = field(default=1.0, validator=FACTOR)
+    """Factor of the advantages of rewards; 0 learns from the teacher alone."""
+
+    def __attrs_post_init__(self) -> None:
+        if not self.coefficient and not self.reward_coefficient:
+            raise ValueError("reward_coefficient = 0 without coefficient leaves nothing to learn from")
+        check_idle(self, "acts_on", "clip", without="coefficient")
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("teacher", "all_rows") if self.coefficient else ()
+
+    def advantages(self, inputs: LossInputs, metrics: dict[str, Tensor]) -> Tensor:
+        """Weight the advantages of rewards, and add the advantages of the teacher."""
+        advantages = self.reward_coefficient * inputs.advantages
+        if self.coefficient and self.acts_on == "advantage" and inputs.teacher_logprobs is not None:
+            difference = inputs.teacher_logprobs - inputs.proximal_logprobs.detach()
+            metrics["teacher_kl"] = -difference
+            if self.clip is not None:
+                difference = difference.clamp(-self.clip, self.clip)
+            advantages = advantages + self.coefficient * difference
+        return advantages
 
 
-@frozen(kw_only=True, eq=False)
-class Objective:
-    """The result of an objective."""
+@frozen(kw_only=True)
+class Entropy:
+    """A bonus for the entropy of the policy."""
 
-    losses: Tensor
-    """Loss of each token, with the importance weights, [N]."""
-    metrics: Mapping[str, Tensor]
-    ratio: Tensor | None = None
-    """Ratio of the objective with its gradient, [N]; None without a ratio."""
+    coefficient: float = field(default=0.0, validator=FINITE)
+    """Factor of the entropy's mean over the update's tokens, which the loss raises."""
+    target: float | None = field(default=None, validator=POSITIVE)
+    """Entropy in nats near which a changing factor holds the policy: it begins with `coefficient`, rises
+    after an update at or below the target, falls after others, and applies only at or below it; None keeps
+    the factor."""
+    delta: float = field(default=0.005, validator=POSITIVE)
+    """Change of the factor after an update."""
+    min: float = field(default=0.0, validator=FINITE)
+    """Lower bound of the factor."""
+    max: float = field(default=1.0, validator=FINITE)
+    """Upper bound of the factor."""
 
-
-ObjectiveFunction = Callable[..., Objective]
-"""A function of (inputs, weights) and keyword options."""
-
-
-def composed(
-    *,
-    defaults: Mapping[str, Any] | None = None,
-    within: Mapping[str, Range] | None = None,
-    lacks: Collection[Lack] = (),
-) -> Callable[[ObjectiveFunction], Callable[..., LossOutput]]:
-    """Return a decorator that turns an objective into a loss, with the options of ``Terms`` added.
-
-    Args:
-        defaults: defaults of shared options that differ from ``Terms``.
-        within: ranges of the objective's options; other options may be any finite number.
-        lacks: "ratio" if the objective has neither a ratio of policy to proximal logprobs nor another bound,
-            so that it trains one update for each step; "proximal" if only importance weights may depend on
-            the proximal logprobs.
-    """
-    shared = attrs.fields_dict(Terms)
-    other = defaults or {}
-
-    def make(objective: ObjectiveFunction) -> Callable[..., LossOutput]:
-        @wraps(objective)
-        def loss(inputs: LossInputs, **options: Any) -> LossOutput:
-            terms = Terms(**{**other, **{name: options.pop(name) for name in shared if name in options}})
-            return _with_terms(objective, inputs, options, terms)
-
-        mine = [p for p in inspect.signature(objective).parameters.values() if p.name != "weights"]
-        parameters = [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=other.get(name, attribute.default),
-                annotation=Terms.__annotations__[name],
+    def __attrs_post_init__(self) -> None:
+        check_idle(self, "delta", "min", "max", without="target")
+        if self.target is not None and not self.min <= self.coefficient <= self.max:
+            raise ValueError(
+                f"coefficient = {self.coefficient} is not between min = {self.min} and max = {self.max}"
             )
-            for name, attribute in shared.items()
-        ]
-        loss.__signature__ = inspect.Signature([*mine, *parameters])  # type: ignore[attr-defined]
-        own = inspect.cleandoc(objective.__doc__ or "")  # its last section is ``Args:``
-        meanings = [f"    {name}: {attribute.metadata['meaning']}" for name, attribute in shared.items()]
-        loss.__doc__ = "\n".join([own, *meanings])
-        ranges = {name: attribute.metadata["within"] for name, attribute in shared.items()}
-        only_with = {name: attribute.metadata["only_with"] for name, attribute in shared.items()}
-        return _declared(
-            loss, Declared(ranges={**ranges, **(within or {})}, only_with=only_with, lacks=lacks)
-        )
 
-    return make
+    @property
+    def needs(self) -> tuple[str, ...]:
+        if self.target is not None:
+            return ("entropy", "all_rows", "entropy_control")
+        return ("entropy", "all_rows") if self.coefficient else ()
 
 
-def _declared(loss: Callable[..., LossOutput], declared: Declared) -> Callable[..., LossOutput]:
-    """Attach the requirements of the shared options to a loss, and the checks of their combinations."""
-    parameters = inspect.signature(loss).parameters
-    if "ratio" in parameters:
-        loss = needs("sequences", when="ratio", values=("sequence", "sequence_token"))(loss)
-    loss = needs("sequences", when="correction", values=BY_SEQUENCE)(loss)
-    loss = needs("sequences", when="off_policy_limit")(loss)
-    loss = needs("update_entropies", when="top_entropy")(loss)
-    loss = needs("reference", "all_rows", when="kl_coefficient")(loss)
-    loss = needs("teacher", "all_rows", when="teacher_coefficient")(loss)
-    loss = needs("entropy", "all_rows", when="entropy_coefficient")(loss)
-    loss = needs("entropy", "all_rows", "entropy_control", when="entropy_target")(loss)
-    loss = needs("all_rows", when="nll_coefficient")(loss)
+@frozen(kw_only=True)
+class Mask:
+    """The tokens that the objective trains; without limits all."""
 
-    def check(given: Mapping[str, Any], setting: LossSetting) -> Iterator[str | Remark]:
-        full = {name: p.default for name, p in parameters.items() if p.default is not p.empty} | dict(given)
-        return problems(given, full, setting, declared)
-
-    return options_checked_by(check)(loss)
-
-
-def _with_terms(
-    objective: ObjectiveFunction, inputs: LossInputs, options: Mapping[str, Any], terms: Terms
-) -> LossOutput:
-    """Compute the objective and add the terms."""
-    if terms.on_policy:
-        inputs = evolve(inputs, proximal_logprobs=inputs.policy_logprobs.detach())
-    weights = importance_weights(
-        inputs.proximal_logprobs,
-        inputs.generation_logprobs,
-        inputs.sequences,
-        terms.correction,
-        low=terms.importance_floor,
-        high=terms.importance_cap,
+    off_policy_limit: float | None = field(default=None, validator=POSITIVE)
+    """Rollouts with a negative advantage are not trained if their mean of generation minus policy logprobs is
+    above this."""
+    top_entropy: float | None = field(
+        default=None,
+        validator=Range(lambda x: 0 < x <= 1, "above 0 and at most 1, since it is a share of tokens"),
     )
-    metrics: dict[str, Tensor] = {}
-    inputs = _weighed(inputs, terms, metrics)
-    highest = _of_high_entropy(inputs, terms)
-    kept = _kept(inputs, terms, highest, metrics)
-    has_kl = bool(terms.kl_coefficient) and inputs.reference_logprobs is not None
-    if has_kl and terms.kl_in == "reward":
-        inputs = evolve(inputs, advantages=inputs.advantages - _kl_of_reward(inputs, terms, metrics))
-    made = objective(inputs, weights, **options)
-    losses = made.losses if kept is None else made.losses.where(kept, 0.0)
-    if has_kl and terms.kl_in == "loss":
-        kl = _kl_of_loss(inputs, terms, made.ratio)
-        losses = losses + terms.kl_coefficient * kl
-        metrics["kl"] = kl.detach()
-    if terms.teacher_coefficient and terms.teacher_in == "loss" and inputs.teacher_logprobs is not None:
-        kl = _kl_to_teacher(inputs, inputs.teacher_logprobs, terms)
-        losses = losses + terms.teacher_coefficient * kl
-        metrics["teacher_kl"] = kl.detach()
-    controlled = terms.entropy_target is not None
-    if (controlled or terms.entropy_coefficient) and inputs.entropy is not None:
-        coefficient = inputs.entropy_coefficient if controlled else terms.entropy_coefficient
-        entropy = _mean_entropy(inputs, inputs.entropy, highest)
-        losses = losses - coefficient * entropy
-        if controlled:
-            metrics["bonus_entropy"] = entropy.detach() * inputs.weights * inputs.update_tokens
-    if terms.nll_coefficient and inputs.correct is not None and inputs.update_correct_tokens:
-        nll = -inputs.policy_logprobs * inputs.correct.to(losses.dtype)
-        losses = losses + terms.nll_coefficient * nll / (inputs.weights * inputs.update_correct_tokens)
-    return losses, {
-        **made.metrics,
-        "importance_weight_mean": weights,
-        "importance_weight_max": weights,
-        **metrics,
-    }
+    """This share of an update's tokens is trained, those of highest entropy; the entropy bonus is theirs."""
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        sequences = ("sequences",) if self.off_policy_limit else ()
+        return (*sequences, "update_entropies") if self.top_entropy else sequences
 
-def _weighed(inputs: LossInputs, terms: Terms, metrics: dict[str, Tensor]) -> LossInputs:
-    """Weight the advantages of rewards, and add the advantages of the teacher."""
-    advantages = terms.reward_coefficient * inputs.advantages
-    if terms.teacher_coefficient and terms.teacher_in == "advantage" and inputs.teacher_logprobs is not None:
-        difference = inputs.teacher_logprobs - inputs.proximal_logprobs.detach()
-        metrics["teacher_kl"] = -difference
-        if terms.teacher_clip is not None:
-            difference = difference.clamp(-terms.teacher_clip, terms.teacher_clip)
-        advantages = advantages + terms.teacher_coefficient * difference
-    return evolve(inputs, advantages=advantages)
+    def kept(
+        self, inputs: LossInputs, highest: HighEntropy | None, metrics: dict[str, Tensor]
+    ) -> Tensor | None:
+        """Return a mask [N] of the tokens that the objective trains; None if it trains all."""
+        kept: Tensor | None = None
+        if self.off_policy_limit is not None:
+            kept = off_policy_kept(
+                inputs.policy_logprobs,
+                inputs.generation_logprobs,
+                inputs.advantages,
+                inputs.sequences,
+                limit=self.off_policy_limit,
+            )
+            metrics["off_policy_masked"] = (~kept).to(inputs.advantages.dtype)
+        if highest is not None:
+            kept = highest.here if kept is None else kept & highest.here
+        return kept
 
-
-def _kl_to_teacher(inputs: LossInputs, teacher: Tensor, terms: Terms) -> Tensor:
-    policy = inputs.policy_logprobs
-    return kl_estimate(policy, teacher, "k3", input_clamp=terms.teacher_clip, weights=score_weights(policy))
-
-
-def _kept(
-    inputs: LossInputs, terms: Terms, highest: _HighEntropy | None, metrics: dict[str, Tensor]
-) -> Tensor | None:
-    """Return a mask [N] of the tokens that the objective trains; None if it trains all."""
-    kept: Tensor | None = None
-    if terms.off_policy_limit is not None:
-        kept = off_policy_kept(
-            inputs.policy_logprobs,
-            inputs.generation_logprobs,
-            inputs.advantages,
-            inputs.sequences,
-            limit=terms.off_policy_limit,
-        )
-        metrics["off_policy_masked"] = (~kept).to(inputs.advantages.dtype)
-    if highest is not None:
-        kept = highest.here if kept is None else kept & highest.here
-    return kept
+    def highest(self, inputs: LossInputs) -> HighEntropy | None:
+        """Select the share ``top_entropy`` of the update's tokens; None selects all."""
+        if not self.top_entropy or inputs.entropy is None:
+            return None
+        entropies = inputs.entropy if inputs.update_entropies is None else inputs.update_entropies
+        ordered = entropies.detach().sort().values  # quantile() takes 16 million numbers at most
+        rank = (1 - self.top_entropy) * (len(ordered) - 1)
+        below, above = ordered[int(rank)], ordered[min(int(rank) + 1, len(ordered) - 1)]
+        threshold = below.lerp(above, rank - int(rank))
+        return HighEntropy(inputs.entropy.detach() >= threshold, (ordered >= threshold).sum())
 
 
 @frozen(eq=False)
-class _HighEntropy:
+class HighEntropy:
     """The tokens of highest entropy."""
 
     here: Tensor
@@ -313,54 +149,172 @@ class _HighEntropy:
     """Number of these tokens in the update."""
 
 
-def _of_high_entropy(inputs: LossInputs, terms: Terms) -> _HighEntropy | None:
-    """Select the share ``top_entropy`` of the update's tokens with the highest entropy; None selects all."""
-    if not terms.top_entropy or inputs.entropy is None:
-        return None
-    entropies = inputs.entropy if inputs.update_entropies is None else inputs.update_entropies
-    ordered = entropies.detach().sort().values  # quantile() takes 16 million numbers at most
-    rank = (1 - terms.top_entropy) * (len(ordered) - 1)
-    below, above = ordered[int(rank)], ordered[min(int(rank) + 1, len(ordered) - 1)]
-    threshold = below.lerp(above, rank - int(rank))
-    return _HighEntropy(inputs.entropy.detach() >= threshold, (ordered >= threshold).sum())
+def off_policy_kept(
+    policy: Tensor, generation: Tensor, advantages: Tensor, sequences: Tensor, *, limit: float
+) -> Tensor:
+    """Return a mask [N] of the tokens with an advantage of at least 0 or a sequence near the policy.
+
+    A sequence is near if the mean of generation - policy over its tokens is at most ``limit`` (nats per
+    token): the off-policy sequence mask of DeepSeek-V3.2 (arXiv 2512.02556).
+    """
+    distance = means((generation - policy).detach(), sequences)
+    return (advantages >= 0) | (distance <= limit)
 
 
-def _mean_entropy(inputs: LossInputs, entropy: Tensor, highest: _HighEntropy | None) -> Tensor:
+@frozen(kw_only=True, eq=False)
+class Prepared:
+    """What an objective computes with."""
+
+    inputs: LossInputs
+    """The inputs with the advantages and the proximal logprobs of the objective."""
+    weights: Tensor
+    """Importance weight of each token, [N]."""
+    kept: Tensor | None
+    """The tokens that the objective trains, [N]; None trains all."""
+    highest: HighEntropy | None
+    metrics: dict[str, Tensor]
+
+
+def prepare(
+    inputs: LossInputs, correction: Correction, kl: Kl, teacher: Teacher, mask: Mask, on_policy: bool
+) -> Prepared:
+    """Apply what acts before the objective."""
+    if on_policy:
+        inputs = evolve(inputs, proximal_logprobs=inputs.policy_logprobs.detach())
+    log_ratio = (inputs.proximal_logprobs - inputs.generation_logprobs).detach()
+    weights = correction.weights(log_ratio, inputs.sequences)
+    metrics: dict[str, Tensor] = {}
+    inputs = evolve(inputs, advantages=teacher.advantages(inputs, metrics))
+    highest = mask.highest(inputs)
+    kept = mask.kept(inputs, highest, metrics)
+    if kl.coefficient and kl.acts_on == "reward" and inputs.reference_logprobs is not None:
+        metrics["kl"] = kl.of_reward(inputs, inputs.reference_logprobs)
+        inputs = evolve(inputs, advantages=inputs.advantages - kl.coefficient * metrics["kl"])
+    return Prepared(inputs=inputs, weights=weights, kept=kept, highest=highest, metrics=metrics)
+
+
+def with_terms(
+    given: Prepared,
+    losses: Tensor,
+    metrics: Mapping[str, Tensor],
+    kl: Kl,
+    teacher: Teacher,
+    entropy: Entropy,
+    nll_coefficient: float,
+    ratio: Tensor | None = None,
+) -> LossOutput:
+    """Mask the losses [N] of an objective, and add the other terms.
+
+    Args:
+        given: what the objective has computed with.
+        losses: of the objective, with the importance weights.
+        metrics: of the objective.
+        kl: divergence to the reference model.
+        teacher: divergence to the teacher.
+        entropy: the bonus.
+        nll_coefficient: factor of the negative logprobs' mean over the tokens of right rollouts.
+        ratio: of the objective, [N], with its gradient; None without a ratio.
+    """
+    inputs, more = given.inputs, dict(given.metrics)
+    policy = inputs.policy_logprobs
+    if given.kept is not None:
+        losses = losses.where(given.kept, 0.0)
+    if kl.coefficient and kl.acts_on == "loss" and inputs.reference_logprobs is not None:
+        divergence = kl.of_loss(inputs, inputs.reference_logprobs, ratio)
+        losses = losses + kl.coefficient * divergence
+        more["kl"] = divergence.detach()
+    if teacher.coefficient and teacher.acts_on == "loss" and inputs.teacher_logprobs is not None:
+        divergence = kl_estimate(
+            policy, inputs.teacher_logprobs, input_clamp=teacher.clip, weights=score_weights(policy)
+        )
+        losses = losses + teacher.coefficient * divergence
+        more["teacher_kl"] = divergence.detach()
+    if entropy.needs and inputs.entropy is not None:
+        coefficient = entropy.coefficient if entropy.target is None else inputs.entropy_coefficient
+        bonus = _mean_entropy(inputs, inputs.entropy, given.highest)
+        losses = losses - coefficient * bonus
+        if entropy.target is not None:
+            more["bonus_entropy"] = bonus.detach() * inputs.weights * inputs.update_tokens
+    if nll_coefficient and inputs.correct is not None and inputs.update_correct_tokens:
+        nll = -policy * inputs.correct.to(losses.dtype)
+        losses = losses + nll_coefficient * nll / (inputs.weights * inputs.update_correct_tokens)
+    weights = {"importance_weight_mean": given.weights, "importance_weight_max": given.weights}
+    return losses, {**metrics, **weights, **more}
+
+
+def _mean_entropy(inputs: LossInputs, entropy: Tensor, highest: HighEntropy | None) -> Tensor:
     """Return the entropy of each token, scaled so that the loss sums to the mean of the selected tokens."""
     if highest is None:
         return entropy / (inputs.weights * inputs.update_tokens)
     return entropy.where(highest.here, 0.0) / (inputs.weights * highest.count)
 
 
-def _kl_of_loss(inputs: LossInputs, terms: Terms, ratio: Tensor | None) -> Tensor:
-    policy, reference = inputs.policy_logprobs, inputs.reference_logprobs
-    assert reference is not None
-    weights: Tensor | None = None
-    if terms.kl_weight == "score":
-        weights = score_weights(policy)
-    elif terms.kl_weight == "generation":
-        weights = bounded_exp(policy - inputs.generation_logprobs)
-    elif terms.kl_weight == "ratio":
-        weights = ratio
-    return kl_estimate(
-        policy,
-        reference,
-        terms.kl_estimator,
-        input_clamp=terms.kl_input_clamp,
-        output_clamp=terms.kl_output_clamp,
-        weights=weights,
-    )
+# ---------------------------------------------------------------------------------- checks
 
 
-def _kl_of_reward(inputs: LossInputs, terms: Terms, metrics: dict[str, Tensor]) -> Tensor:
-    """Return the KL penalty to subtract from the advantage of each token, [N], without gradient."""
-    assert inputs.reference_logprobs is not None
-    kl = kl_estimate(
-        inputs.proximal_logprobs.detach(),
-        inputs.reference_logprobs,
-        terms.kl_estimator,
-        input_clamp=terms.kl_input_clamp,
-        output_clamp=terms.kl_output_clamp,
-    )
-    metrics["kl"] = kl
-    return terms.kl_coefficient * kl
+def checked(*, has_ratio: bool = True, **ranges: Range) -> Callable[[_Loss], _Loss]:
+    """Declare the ranges of a loss's numbers and the need of ``nll_coefficient``; check options together.
+
+    Args:
+        has_ratio: whether a ratio of policy to proximal logprobs bounds several updates of a step.
+        ranges: the range of each number among the options.
+    """
+    ranges |= {"nll_coefficient": FACTOR}
+
+    def declare(loss: _Loss) -> _Loss:
+        defaults = {name: each.default for name, each in signature(loss).parameters.items()}
+
+        def check(given: Mapping[str, Any], setting: LossSetting) -> Iterator[str | Remark]:
+            for name, range in ranges.items():
+                if problem := range.problem(name, given.get(name)):
+                    yield problem
+            full = {**defaults, **given}
+            yield from _problems(given, full["correction"], full["kl"], setting, full["on_policy"], has_ratio)
+
+        return options_checked_by(check)(needs("all_rows", when="nll_coefficient")(loss))
+
+    return declare
+
+
+def _problems(
+    given: Mapping[str, Any],
+    correction: Correction,
+    kl: Kl,
+    setting: LossSetting,
+    on_policy: bool,
+    has_ratio: bool,
+) -> Iterator[str | Remark]:
+    off = isinstance(correction, Off)
+    generated = setting.proximal == "generation" and not on_policy
+    if generated and "correction" in given and not off:
+        yield (
+            "correction does nothing with trainer.proximal = 'generation': proximal / generation is 1. "
+            "Leave it out, or recompute the proximal logprobs"
+        )
+    if setting.updates_per_step > 1 and (on_policy or not has_ratio):
+        why = "on_policy makes every ratio 1" if on_policy else "this loss has no ratio"
+        yield (
+            f"{why}, and nothing would bound {setting.updates_per_step} updates of a "
+            "step: set trainer.updates_per_step = 1"
+        )
+    if kl.weight == "ratio" and not has_ratio:
+        yield (
+            "kl.weight = 'ratio': this loss has no ratio to weight the estimate with; expected 'score', "
+            "'generation' or 'none'"
+        )
+    fixed = on_policy or setting.proximal == "recompute"
+    if setting.max_staleness and (off or generated) and (fixed or not has_ratio):
+        why = (
+            "correction = 'off'"
+            if off
+            else f"trainer.proximal = {setting.proximal!r} with a loss that has no ratio"
+        )
+        yield Remark(
+            f"{why} with pipeline.max_staleness = {setting.max_staleness}: tokens that older weights sampled "
+            "are trained as if the newest had sampled them. The gradient is biased, the more the larger the "
+            "steps are, and the run may become unstable: choose loss.options.correction = "
+            "'token_truncate', or pipeline.max_staleness = 0",
+            costs=True,
+        )
+    if setting.updates_per_step == 1 and fixed and {"clip_low", "clip_high"} & given.keys():
+        yield IDLE_CLIP

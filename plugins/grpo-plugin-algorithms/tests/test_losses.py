@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from inspect import signature
+from inspect import getdoc, signature
 from math import inf, nan
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from attrs import evolve
@@ -14,14 +15,24 @@ from hypothesis import given as of_all
 from hypothesis import strategies as st
 
 from grpo_core import losses
-from grpo_core.config import build
+from grpo_core.config import build, parse_setting
+from grpo_core.config.meanings import meanings
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.loss import LossInputs, LossSetting, needs_of, problems_of, remarks_of
+from grpo_core.plugins.host import PluginHost
 from grpo_plugin_algorithms import losses as further
-from grpo_plugin_algorithms.clipped import grpo
-from grpo_plugin_algorithms.corrections import off_policy_kept
-from grpo_plugin_algorithms.ranges import Range
-from grpo_plugin_algorithms.terms import Objective, composed
+from grpo_plugin_algorithms.corrections import (
+    GeometricMask,
+    Off,
+    SequenceMask,
+    SequenceTruncate,
+    TokenMask,
+    TokenTruncate,
+)
+from grpo_plugin_algorithms.kl import Kl
+from grpo_plugin_algorithms.losses import grpo
+from grpo_plugin_algorithms.ratios import Sequence, SequenceToken
+from grpo_plugin_algorithms.terms import Entropy, Mask, Teacher, off_policy_kept
 from grpo_plugin_devkit.objectives import LossContract, check_loss
 
 NAMED = (
@@ -35,34 +46,32 @@ CLIPPED = (grpo, further.cispo, further.sapo)
 
 SHARED: list[dict[str, Any]] = [
     {},
-    {"correction": "off"},
-    {"kl_coefficient": 0.1},
-    {"kl_coefficient": 0.1, "kl_estimator": "k1", "kl_weight": "none"},
-    {"kl_coefficient": 0.1, "kl_estimator": "k2", "kl_weight": "ratio", "kl_output_clamp": 1.0},
-    {"kl_coefficient": 0.1, "kl_weight": "generation", "kl_input_clamp": 0.1, "kl_output_clamp": 10.0},
-    {"kl_coefficient": 0.1, "kl_in": "reward"},
-    {"teacher_coefficient": 0.5},
-    {"teacher_coefficient": 0.5, "teacher_clip": 0.1, "reward_coefficient": 0.3},
-    {"teacher_coefficient": 0.5, "teacher_in": "loss"},
-    {"entropy_coefficient": 0.01},
-    {"entropy_coefficient": 0.01, "top_entropy": 0.4},
-    {"entropy_target": 2.0},
-    {"entropy_target": 2.0, "top_entropy": 0.4},
+    {"correction": Off()},
+    {"kl": Kl(coefficient=0.1)},
+    {"kl": Kl(coefficient=0.1, estimator="k1", weight="none")},
+    {"kl": Kl(coefficient=0.1, estimator="k2", weight="ratio", output_clamp=1.0)},
+    {"kl": Kl(coefficient=0.1, weight="generation", input_clamp=0.1, output_clamp=10.0)},
+    {"kl": Kl(coefficient=0.1, acts_on="reward")},
+    {"teacher": Teacher(coefficient=0.5)},
+    {"teacher": Teacher(coefficient=0.5, clip=0.1, reward_coefficient=0.3)},
+    {"teacher": Teacher(coefficient=0.5, acts_on="loss")},
+    {"entropy": Entropy(coefficient=0.01)},
+    {"entropy": Entropy(coefficient=0.01), "mask": Mask(top_entropy=0.4)},
+    {"entropy": Entropy(target=2.0)},
+    {"entropy": Entropy(target=2.0), "mask": Mask(top_entropy=0.4)},
     {"nll_coefficient": 0.1},
-    {"top_entropy": 0.5},
-    {"off_policy_limit": 0.05},
+    {"mask": Mask(top_entropy=0.5)},
+    {"mask": Mask(off_policy_limit=0.05)},
 ]
-ALL_TERMS = {
-    "kl_coefficient": 0.1,
-    "kl_weight": "ratio",
-    "entropy_coefficient": 0.01,
+ALL_TERMS: dict[str, Any] = {
+    "kl": Kl(coefficient=0.1, weight="ratio"),
+    "entropy": Entropy(coefficient=0.01),
     "nll_coefficient": 0.1,
-    "top_entropy": 0.5,
-    "off_policy_limit": 0.05,
+    "mask": Mask(top_entropy=0.5, off_policy_limit=0.05),
 }
 CORRECTED: list[dict[str, Any]] = [
-    {"correction": kind, "importance_floor": 0.9, "importance_cap": 1.1}
-    for kind in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask")
+    {"correction": kind(floor=0.9, cap=1.1)}
+    for kind in (TokenTruncate, TokenMask, SequenceTruncate, SequenceMask, GeometricMask)
 ]
 
 
@@ -80,8 +89,8 @@ def cases() -> list[Any]:
     made += [(further.distillation, {})]
     made += [(loss, ALL_TERMS) for loss in NAMED]
     made += [(grpo, options) for options in (*CORRECTED, {"on_policy": True}, {"ratio_cap": 1.1})]
-    made += [(grpo, {"ratio": "sequence_token", "dual_clip": 1.1})]
-    made += [(loss, {"ratio": "sequence"}) for loss in CLIPPED]
+    made += [(grpo, {"ratio": SequenceToken(), "dual_clip": 1.1})]
+    made += [(loss, {"ratio": Sequence()}) for loss in CLIPPED]
     return [
         pytest.param(loss, options, id=f"{loss.__name__}-{','.join(map(str, options.values()))}")
         for loss, options in made
@@ -161,9 +170,10 @@ def test_an_entropy_bonus_and_the_term_for_right_rollouts_have_their_own_divisor
     }
     for aggregation in ("token", "sequence", "prompt"):
         made = losses.padded(mask=mask, aggregation=aggregation, **given)  # type: ignore[arg-type]
-        bonus = losses.total(further.reinforce(made, entropy_coefficient=1.0)[0], made)
+        bonus = losses.total(further.reinforce(made, entropy=Entropy(coefficient=1.0))[0], made)
         right = losses.total(further.reinforce(made, nll_coefficient=1.0)[0], made)
-        high = losses.total(further.reinforce(made, entropy_coefficient=1.0, top_entropy=0.5)[0], made)
+        highest = {"entropy": Entropy(coefficient=1.0), "mask": Mask(top_entropy=0.5)}
+        high = losses.total(further.reinforce(made, **highest)[0], made)
         assert bonus.item() == pytest.approx(-(1 + 2 + 3 + 8) / 4)
         assert right.item() == pytest.approx((1 + 2 + 3) / 3)
         assert high.item() == pytest.approx(-(3 + 8) / 2)
@@ -190,26 +200,9 @@ def test_an_update_without_trained_tokens_has_the_loss_0(aggregation: str, empty
 @pytest.mark.parametrize(
     ("loss", "options", "setting", "message"),
     [
-        (grpo, {"kl_estimator": "k1"}, {}, "kl_estimator does nothing without kl_coefficient"),
-        (grpo, {"kl_coefficient": 1.0, "kl_in": "reward", "kl_weight": "none"}, {}, "has none"),
-        (grpo, {"entropy_delta": 0.1}, {}, "does nothing without entropy_target"),
-        (grpo, {"entropy_target": 0.0}, {}, "above 0"),
-        (grpo, {"entropy_target": 1.0, "entropy_min": 0.1}, {}, "is not between entropy_min"),
-        (grpo, {"teacher_clip": 1.0}, {}, "does nothing without teacher_coefficient"),
-        (grpo, {"reward_coefficient": 0.0}, {}, "nothing to learn from"),
-        (further.distillation, {"teacher_clip": -1.0}, {}, "above 0"),
-        (further.distillation, {"teacher_coefficient": -1.0}, {}, "push the policy away"),
-        (further.distillation, {"reward_coefficient": -1.0}, {}, "reward failures"),
-        (grpo, {"correction": "off", "importance_cap": 3.0}, {}, "does not compute"),
-        (grpo, {"correction": "token_mask"}, {"proximal": "generation"}, "does nothing"),
-        (grpo, {"importance_floor": 3.0}, {}, "is above importance_cap"),
+        (grpo, {"correction": TokenMask()}, {"proximal": "generation"}, "does nothing"),
         (grpo, {"on_policy": True}, {"updates_per_step": 2}, "nothing would bound 2 updates"),
-        (grpo, {"dual_clip": 1.0}, {}, "expected above 1"),
-        (grpo, {"ratio_cap": 0.9}, {}, "expected above 1"),
-        (grpo, {"top_entropy": 1.5}, {}, "a share of tokens"),
-        (grpo, {"off_policy_limit": 0.0}, {}, "above 0"),
-        (further.sapo, {"nll_coefficient": -1.0}, {}, "would push the policy away"),
-        (further.reinforce, {"kl_coefficient": 0.1, "kl_weight": "ratio"}, {}, "has no ratio to weight"),
+        (further.reinforce, {"kl": Kl(coefficient=0.1, weight="ratio")}, {}, "has no ratio to weight"),
         (further.reinforce, {}, {"updates_per_step": 4}, "nothing would bound 4 updates"),
     ],
 )
@@ -232,12 +225,11 @@ def test_options_that_make_no_sense_together_are_refused(
         (further.gspo, "clip_high", -0.1, "at least 0"),
         (further.distillation, "clip_high", -0.1, "at least 0"),
         (further.cispo, "clip_high", -0.1, "at least 0"),
-        (grpo, "importance_cap", 0.0, "above 0"),
-        (grpo, "importance_floor", -1.0, "at least 0"),
-        (further.sapo, "temperature_positive", 0.0, "above 0"),
-        (further.sapo, "temperature_negative", -1.0, "above 0"),
-        (grpo, "top_entropy", 0.0, "above 0 and at most 1"),
-        (grpo, "kl_coefficient", -0.1, "at least 0"),
+        (grpo, "dual_clip", 1.0, "above 1"),
+        (grpo, "ratio_cap", 0.9, "above 1"),
+        (further.sapo, "temperature_positive", 0.0, "a finite number above 0"),
+        (further.sapo, "temperature_negative", -1.0, "a finite number above 0"),
+        (further.sapo, "nll_coefficient", -1.0, "a finite number of at least 0"),
     ],
 )
 def test_an_option_out_of_its_range_is_refused(loss: Any, option: str, value: float, expected: str) -> None:
@@ -245,34 +237,83 @@ def test_an_option_out_of_its_range_is_refused(loss: Any, option: str, value: fl
     assert problem.startswith(f"{option} = {value}: expected {expected}")
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0])
-@pytest.mark.parametrize("option", ["kl_input_clamp", "kl_output_clamp"])
-def test_a_divergence_is_clamped_to_more_than_0(option: str, value: float) -> None:
-    (problem,) = problems_of(grpo, {"kl_coefficient": 0.1, option: value}, LossSetting())
-    assert problem == f"{option} = {value}: expected above 0"
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("grpo", {"correction": {"cap": 0.0}}, "cap = 0.0: expected above 0"),
+        ("grpo", {"correction": {"floor": -1.0}}, "floor = -1.0: expected a finite number of at least 0"),
+        ("grpo", {"correction": {"floor": 3.0}}, "floor = 3.0 is above cap = 2.0"),
+        ("grpo", {"correction": {"name": "off", "cap": 3.0}}, "unknown configuration key 'loss.options.corr"),
+        ("grpo", {"correction": "token_maks"}, "geometric_mask. Did you mean 'token_mask'?"),
+        ("grpo", {"correction": 3}, "is 3; expected a table or off or token_truncate or token_mask"),
+        ("grpo", {"mask": {"top_entropy": 0.0}}, "above 0 and at most 1"),
+        ("grpo", {"mask": {"top_entropy": 1.5}}, "a share of tokens"),
+        ("grpo", {"mask": {"off_policy_limit": 0.0}}, "above 0"),
+        ("grpo", {"kl": {"estimator": "k1"}}, "estimator does nothing without coefficient"),
+        ("grpo", {"kl": {"coefficient": -0.1}}, "'loss.options.kl': coefficient = -0.1: expected a finite"),
+        ("grpo", {"kl": {"coefficient": "much"}}, "'loss.options.kl.coefficient': expected a number"),
+        ("grpo", {"kl": {"coeficient": 0.1}}, "Did you mean 'coefficient'?"),
+        ("grpo", {"kl": {"coefficient": 1.0, "acts_on": "reward", "weight": "none"}}, "has none"),
+        ("grpo", {"kl": {"coefficient": 0.1, "input_clamp": 0.0}}, "input_clamp = 0.0: expected a finite"),
+        ("grpo", {"kl": {"coefficient": 0.1, "output_clamp": -1}}, "output_clamp = -1.0: expected a fin"),
+        ("grpo", {"entropy": {"delta": 0.1}}, "delta does nothing without target"),
+        ("grpo", {"entropy": {"target": 0.0}}, "above 0"),
+        ("grpo", {"entropy": {"target": 1.0, "min": 0.1}}, "is not between min = 0.1 and max = 1.0"),
+        ("grpo", {"teacher": {"clip": 1.0}}, "clip does nothing without coefficient"),
+        ("grpo", {"teacher": {"reward_coefficient": 0.0}}, "nothing to learn from"),
+        ("distillation", {"teacher": {"coefficient": 0.0}}, "nothing to learn from"),
+        ("distillation", {"teacher": {"clip": -1.0}}, "above 0"),
+        ("distillation", {"teacher": {"coefficient": -1.0}}, "at least 0"),
+        ("distillation", {"teacher": {"reward_coefficient": -1.0}}, "at least 0"),
+        ("grpo", {"kl_coefficient": 0.1}, "write\n[loss.options]\nkl.coefficient = 0.1"),
+        ("grpo", {"kl_coefficient": 0.1, "correction": "off", "importance_cap": 3, "top_entropy": 0.5},
+         "kl.coefficient = 0.1\ncorrection.cap = 3\nmask.top_entropy = 0.5\ncorrection.name = \"off\""),
+    ],
+)  # fmt: skip
+def test_a_table_of_options_that_does_not_fit_is_refused(
+    name: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PluginHost.discover(["algorithms"]).function("loss", name, **options)
+    assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("loss", [*NAMED, further.distillation])
-def test_an_option_of_a_loss_is_a_finite_number(loss: Any) -> None:
-    """An infinite upper bound bounds nothing, which two options may say."""
-    options = signature(loss).parameters.values()
-    numbers = [each.name for each in options if str(each.annotation) in ("float", "float | None")]
-    assert {"kl_coefficient", "nll_coefficient", "entropy_coefficient", "teacher_clip"} <= {*numbers}
-    for option in numbers:
+@pytest.mark.parametrize("kind", [Kl, Teacher, Entropy, Mask, TokenMask])
+def test_a_number_of_a_table_is_finite(kind: Any) -> None:
+    """An infinite upper bound bounds nothing, which one field may say."""
+    for each in attrs.fields(kind):
+        for value in (nan, inf, -inf) if "float" in str(each.type) else ():
+            if (value, each.name) != (inf, "cap"):
+                with pytest.raises(ValueError, match=f"{each.name} = {value}"):
+                    kind(**{each.name: value})
+    for loss in (*NAMED, further.distillation):
         for value in (nan, inf, -inf):
-            found = problems_of(loss, {option: value}, LossSetting())
-            refused = any(each.startswith(f"{option} = {value}: expected") for each in found)
-            assert refused is not (value == inf and option in ("clip_high", "importance_cap")), option
+            assert problems_of(loss, {"nll_coefficient": value}, LossSetting())
+
+
+def test_tables_and_names_of_a_configuration_become_the_values_of_a_loss() -> None:
+    config = build([
+        {"loss": {"options": {"correction": "token_mask", "teacher": {"clip": 1}}}},
+        *map(parse_setting, ["loss.options.correction.cap=3", "loss.options.kl.coefficient=0.01"]),
+    ])  # fmt: skip
+    assert config.loss.options["correction"] == {"name": "token_mask", "cap": 3}
+    made = PluginHost.discover(["algorithms"]).function("loss", "distillation", **config.loss.options)
+    assert made.options == {
+        "correction": TokenMask(cap=3.0),
+        "kl": Kl(coefficient=0.01),
+        "teacher": Teacher(coefficient=1.0, reward_coefficient=0.0, clip=1.0),
+    }
+    assert type(made.options["correction"]) is TokenMask
 
 
 @pytest.mark.parametrize(
     ("loss", "options", "setting"),
     [
-        (grpo, {"on_policy": True, "correction": "token_mask"}, {"proximal": "generation"}),
-        (grpo, {"on_policy": True, "importance_cap": 5.0}, {"proximal": "generation"}),
-        (grpo, {"clip_low": 0.0, "clip_high": 0, "kl_coefficient": 0}, {}),
+        (grpo, {"on_policy": True, "correction": TokenMask()}, {"proximal": "generation"}),
+        (grpo, {"on_policy": True, "correction": TokenTruncate(cap=5.0)}, {"proximal": "generation"}),
+        (grpo, {"clip_low": 0.0, "clip_high": 0, "kl": Kl()}, {}),
         (further.cispo, {"clip_low": 1, "clip_high": inf}, {}),
-        (further.reinforce, {"kl_coefficient": 0.1, "kl_weight": "generation"}, {}),
+        (further.reinforce, {"kl": Kl(coefficient=0.1, weight="generation")}, {}),
     ],
 )
 def test_what_has_an_effect_is_not_refused(
@@ -284,7 +325,7 @@ def test_what_has_an_effect_is_not_refused(
 def test_with_on_policy_a_correction_has_an_effect_whatever_the_proximal_logprobs_are() -> None:
     given = inputs(grpo, {})
     given = evolve(given, proximal_logprobs=given.generation_logprobs)
-    one, other = (grpo(given, on_policy=True, correction=kind)[0] for kind in ("off", "token_mask"))
+    one, other = (grpo(given, on_policy=True, correction=kind)[0] for kind in (Off(), TokenMask()))
     assert not torch.equal(one, other)
 
 
@@ -303,7 +344,8 @@ def test_a_loss_that_does_not_correct_for_older_weights_says_what_that_costs(
     """It is one whose result does not depend on who sampled, as the tokens of two generators show."""
     given = inputs(loss, {})
     start = given.policy_logprobs.detach()
-    for options in ({}, {"correction": "off"}, {"on_policy": True}, {"correction": "off", "on_policy": True}):
+    every: list[dict[str, Any]] = [{}, {"on_policy": True}]
+    for options in (*every, *(each | {"correction": Off()} for each in every)):
         if problems_of(loss, options, LossSetting(proximal=proximal)):
             continue
         gradients = []
@@ -331,21 +373,6 @@ def test_a_given_clip_that_cannot_act_is_said_once() -> None:
         assert not remarks_of(loss, {}, LossSetting(max_staleness=1))
 
 
-def test_an_objective_of_a_plugin_says_what_its_options_may_be() -> None:
-    @composed(lacks=["ratio"], within={"power": Range(above=0, why="since it is a power")})
-    def mine(given: LossInputs, weights: Any, *, power: float = 1.0, rest: float = 0.0) -> Objective:
-        """Compute no loss."""
-        raise NotImplementedError
-
-    assert problems_of(mine, {"power": 2, "rest": -1.0}, LossSetting()) == []
-    found = problems_of(mine, {"power": 0, "rest": nan}, LossSetting(updates_per_step=2))
-    assert found[:2] == [
-        "power = 0: expected above 0, since it is a power",
-        "rest = nan: expected a finite number",
-    ]
-    assert "nothing would bound 2 updates" in found[2]
-
-
 def test_a_constant_goes_with_its_aggregation_and_with_no_other() -> None:
     assert build([{"loss": {"aggregation": "constant", "aggregation_constant": 512}}]).loss.aggregation
     for loss in ({"aggregation": "constant"}, {"aggregation_constant": 512.0}):
@@ -356,25 +383,29 @@ def test_a_constant_goes_with_its_aggregation_and_with_no_other() -> None:
 def test_needs_follow_from_the_options() -> None:
     assert needs_of(grpo, {}) == frozenset()
     assert needs_of(further.gspo, {}) == {"sequences"}
-    assert needs_of(grpo, {"ratio": "sequence"}) == {"sequences"}
-    assert needs_of(grpo, {"correction": "geometric_mask"}) == {"sequences"}
-    assert needs_of(grpo, {"entropy_coefficient": 0.1}) == {"entropy", "all_rows"}
-    assert needs_of(grpo, {"teacher_coefficient": 0.1}) == {"teacher", "all_rows"}
+    assert needs_of(grpo, {"ratio": Sequence()}) == {"sequences"}
+    assert needs_of(grpo, {"correction": GeometricMask()}) == {"sequences"}
+    assert needs_of(grpo, {"mask": Mask(off_policy_limit=0.1)}) == {"sequences"}
+    assert needs_of(grpo, {"kl": Kl(coefficient=0.1)}) == {"reference", "all_rows"}
+    assert needs_of(grpo, {"entropy": Entropy(coefficient=0.1)}) == {"entropy", "all_rows"}
+    assert needs_of(grpo, {"entropy": Entropy(target=0.1)}) == {"entropy", "all_rows", "entropy_control"}
+    assert needs_of(grpo, {"teacher": Teacher(coefficient=0.1)}) == {"teacher", "all_rows"}
+    assert needs_of(grpo, {"nll_coefficient": 0.1}) == {"all_rows"}
     assert needs_of(further.distillation, {}) == {"teacher", "all_rows"}
-    assert needs_of(further.distillation, {"teacher_coefficient": 0.0}) == frozenset()
-    assert needs_of(further.cispo, {"top_entropy": 0.2}) == {"update_entropies"}
+    assert needs_of(further.distillation, {"teacher": Teacher()}) == frozenset()
+    assert needs_of(further.cispo, {"mask": Mask(top_entropy=0.2)}) == {"update_entropies"}
 
 
 # ---------------------------------------------------------------------------------- the entropy's target
 
 
 def control(**options: Any) -> losses.EntropyControl:
-    return losses.EntropyControl.of(grpo, {"entropy_target": 1.0, **options})
+    return losses.EntropyControl.of(grpo, {"entropy": Entropy(target=1.0, **options)})
 
 
 def test_the_coefficient_rises_below_the_target_falls_above_it_and_applies_only_below() -> None:
     """The rule of TRL 1.16: ``GRPOTrainer`` with ``use_adaptive_entropy``."""
-    held = control(entropy_coefficient=0.01, entropy_delta=0.02, entropy_max=0.06)
+    held = control(coefficient=0.01, delta=0.02, max=0.06)
     applied, coefficients = [], []
     for entropy in (1.5, 1.0, 0.9, 0.8, 0.7, 1.1, 0.9):
         applied.append(held.applied)
@@ -388,7 +419,7 @@ def test_the_coefficient_rises_below_the_target_falls_above_it_and_applies_only_
 def test_the_coefficient_stays_between_its_bounds_and_moves_by_one_delta(
     entropies: list[float], begin: float, delta: float
 ) -> None:
-    held = control(entropy_coefficient=begin, entropy_delta=delta, entropy_max=0.2)
+    held = control(coefficient=begin, delta=delta, max=0.2)
     for entropy in entropies:
         before = held.coefficient
         held.observe(entropy)
@@ -397,11 +428,14 @@ def test_the_coefficient_stays_between_its_bounds_and_moves_by_one_delta(
         assert held.applied in (0.0, held.coefficient)
 
 
-@pytest.mark.parametrize("options", [{}, {"top_entropy": 0.4}], ids=["all tokens", "the most uncertain"])
+@pytest.mark.parametrize(
+    "options", [{}, {"mask": Mask(top_entropy=0.4)}], ids=["all tokens", "the most uncertain"]
+)
 def test_the_bonus_is_that_of_the_coefficient_that_the_trainer_gives(options: dict[str, Any]) -> None:
-    given = evolve(inputs(grpo, {"entropy_target": 1.0, **options}), entropy_coefficient=0.3)
-    found, metrics = grpo(given, entropy_target=1.0, **options)
-    plain, _ = grpo(given, entropy_coefficient=0.3, **options)
+    held = {"entropy": Entropy(target=1.0), **options}
+    given = evolve(inputs(grpo, held), entropy_coefficient=0.3)
+    found, metrics = grpo(given, **held)
+    plain, _ = grpo(given, entropy=Entropy(coefficient=0.3), **options)
     torch.testing.assert_close(found, plain)
     assert given.entropy is not None
     entropies = given.entropy.detach()
@@ -428,8 +462,8 @@ def test_rewards_and_teacher_are_mixed_by_their_weights() -> None:
     assert given.teacher_logprobs is not None
     difference = given.teacher_logprobs - given.proximal_logprobs
     mixed = evolve(given, advantages=0.3 * given.advantages + 0.5 * difference.clamp(-0.1, 0.1))
-    options = {"teacher_coefficient": 0.5, "reward_coefficient": 0.3, "teacher_clip": 0.1}
-    torch.testing.assert_close(further.sapo(given, **options)[0], further.sapo(mixed)[0])
+    teacher = Teacher(coefficient=0.5, reward_coefficient=0.3, clip=0.1)
+    torch.testing.assert_close(further.sapo(given, teacher=teacher)[0], further.sapo(mixed)[0])
 
 
 def test_as_a_term_of_the_loss_the_teacher_has_the_gradient_of_the_reverse_kl() -> None:
@@ -444,7 +478,9 @@ def test_as_a_term_of_the_loss_the_teacher_has_the_gradient_of_the_reverse_kl() 
         advantages=torch.zeros(3),
         teacher_logprobs=teacher[:, None],
     )
-    per_token, _ = further.distillation(given, teacher_in="loss")
+    per_token, _ = further.distillation(
+        given, teacher=Teacher(coefficient=1.0, acts_on="loss", reward_coefficient=0.0)
+    )
     (estimated,) = torch.autograd.grad((policy.exp().detach() * per_token).sum(), logits)
     torch.testing.assert_close(estimated, exact)
 
@@ -471,12 +507,16 @@ def test_tokens_left_out_as_off_policy_have_no_objective_and_are_counted() -> No
         mask=torch.ones(2, 2),
         advantages=torch.tensor([-1.0, -1.0], dtype=torch.float64),
     )
-    per_token, metrics = further.reinforce(given, off_policy_limit=0.25)
+    per_token, metrics = further.reinforce(given, mask=Mask(off_policy_limit=0.25))
     assert (per_token == 0).tolist() == [True, True, False, False]
     assert metrics["off_policy_masked"].tolist() == [1, 1, 0, 0]
 
 
-def test_the_docstring_of_a_loss_explains_all_of_its_options() -> None:
+def test_the_docstrings_of_a_loss_and_its_values_explain_all_options() -> None:
     for loss in (*NAMED, further.distillation):
         for name in signature(loss).parameters:
-            assert f"\n    {name}: " in str(loss.__doc__), f"{loss.__name__}: {name}"
+            assert f"\n    {name}: " in str(getdoc(loss)), f"{loss.__name__}: {name}"
+    for kind in (Kl, Teacher, Entropy, Mask, TokenMask):
+        assert {each.name for each in attrs.fields(kind)} <= {
+            name for name, text in meanings(kind).items() if text
+        }

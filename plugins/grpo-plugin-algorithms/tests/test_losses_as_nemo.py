@@ -15,8 +15,10 @@ from torch import Tensor
 
 from grpo_core import losses
 from grpo_plugin_algorithms import losses as further
-from grpo_plugin_algorithms.clipped import grpo
-from grpo_plugin_algorithms.kl import kl_estimate
+from grpo_plugin_algorithms.corrections import GeometricMask, Off, SequenceTruncate, TokenMask, TokenTruncate
+from grpo_plugin_algorithms.kl import Kl, kl_estimate
+from grpo_plugin_algorithms.losses import grpo
+from grpo_plugin_algorithms.ratios import Sequence
 
 VECTORS = json.loads(
     gzip.decompress((Path(__file__).parents[3] / "tests" / "vectors" / "nemo_rl.json.gz").read_bytes())
@@ -25,10 +27,10 @@ CASES = VECTORS["loss_cases"]
 TOLERANCE = 1e-6
 
 CORRECTIONS = {
-    None: "token_truncate",
-    "tis": "token_truncate",
-    "icepop": "token_mask",
-    "seq-mask-tis": "geometric_mask",
+    None: TokenTruncate,
+    "tis": TokenTruncate,
+    "icepop": TokenMask,
+    "seq-mask-tis": GeometricMask,
 }
 
 
@@ -50,24 +52,23 @@ def ours(config: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any],
     if config.get("force_on_policy_ratio"):
         options["on_policy"] = True
     if config.get("sequence_level_importance_ratios"):
-        options["ratio"] = "sequence"
-    options["correction"] = "off"
+        options["ratio"] = Sequence()
+    options["correction"] = Off()
     if config.get("use_importance_sampling_correction"):
         kind = CORRECTIONS[config.get("truncated_importance_sampling_type")]
-        options |= {
-            "correction": "sequence_truncate" if "ratio" in options else kind,
-            "importance_cap": config.get("truncated_importance_sampling_ratio", math.inf),
-            "importance_floor": config.get("truncated_importance_sampling_ratio_min", 0.0),
-        }
+        options["correction"] = (SequenceTruncate if "ratio" in options else kind)(
+            cap=config.get("truncated_importance_sampling_ratio", math.inf),
+            floor=config.get("truncated_importance_sampling_ratio_min", 0.0),
+        )
     coefficient = config.get("reference_policy_kl_penalty", 0.01)
     if coefficient and not config.get("use_kl_in_reward"):
-        options |= {
-            "kl_coefficient": coefficient,
-            "kl_estimator": config.get("reference_policy_kl_type", "k3"),
-            "kl_weight": "generation" if config.get("use_on_policy_kl_approximation") else "score",
-            "kl_input_clamp": config.get("kl_input_clamp_value", 20.0),
-            "kl_output_clamp": config.get("kl_output_clamp_value", 10.0),
-        }
+        options["kl"] = Kl(
+            coefficient=coefficient,
+            estimator=config.get("reference_policy_kl_type", "k3"),
+            weight="generation" if config.get("use_on_policy_kl_approximation") else "score",
+            input_clamp=config.get("kl_input_clamp_value", 20.0),
+            output_clamp=config.get("kl_output_clamp_value", 10.0),
+        )
     if config.get("positive_example_nll_weight"):
         options["nll_coefficient"] = config["positive_example_nll_weight"]
     return loss, options, "token" if config.get("token_level_loss", True) else "sequence"

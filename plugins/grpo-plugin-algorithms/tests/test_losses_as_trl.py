@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from grpo_core import losses
+from grpo_core.kit import PluginHost, parse_settings
 from grpo_plugin_algorithms import losses as further
-from grpo_plugin_algorithms.clipped import grpo
+from grpo_plugin_algorithms.losses import grpo
 
 VECTORS = json.loads(
     gzip.decompress((Path(__file__).parents[3] / "tests" / "vectors" / "trl.json.gz").read_bytes())
@@ -22,6 +23,7 @@ VECTORS = json.loads(
 CASES = [case for case in VECTORS["cases"] if case["config"]["loss_type"] != "vespo"]
 TOLERANCE = 1e-6
 
+HOST = PluginHost.discover(["algorithms"])
 LOSSES: dict[str, tuple[Callable[..., Any], str]] = {
     "grpo": (grpo, "sequence"),
     "bnpo": (grpo, "token"),
@@ -36,28 +38,29 @@ RENAMED = {
     "sapo_temperature_neg": "temperature_negative",
     "delta": "ratio_cap",
     "importance_sampling_level": "ratio",
-    "top_entropy_quantile": "top_entropy",
-    "entropy_coef": "entropy_coefficient",
-    "off_policy_mask_threshold": "off_policy_limit",
-    "vllm_importance_sampling_mode": "correction",
-    "vllm_importance_sampling_clip_min": "importance_floor",
-    "vllm_importance_sampling_clip_max": "importance_cap",
+    "top_entropy_quantile": "mask.top_entropy",
+    "entropy_coef": "entropy.coefficient",
+    "off_policy_mask_threshold": "mask.off_policy_limit",
+    "vllm_importance_sampling_mode": "correction.name",
+    "vllm_importance_sampling_clip_min": "correction.floor",
+    "vllm_importance_sampling_clip_max": "correction.cap",
 }
 
 
-def ours(config: Mapping[str, Any]) -> dict[str, Any]:
+def ours(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The options that express a configuration of TRL."""
-    options: dict[str, Any] = {"correction": "off"}
+    options: dict[str, Any] = {"correction.name": "off"}
     options |= {RENAMED[name]: value for name, value in config.items() if name in RENAMED}
     if config.get("beta"):
         biased = config.get("use_bias_correction_kl", True)
-        options |= {"kl_coefficient": config["beta"], "kl_weight": "ratio" if biased else "none"}
+        options |= {"kl.coefficient": config["beta"], "kl.weight": "ratio" if biased else "none"}
     low = config.get("epsilon", 0.2)
     if config["loss_type"] == "cispo":
         options["clip_high"] = config["epsilon_high"] - 1  # TRL's is the cap itself
     elif config["loss_type"] != "sapo":
         options |= {"clip_low": low, "clip_high": config.get("epsilon_high", low)}
-    return options
+    given = parse_settings(f"{key}={value}" for key, value in options.items())
+    return HOST.function("loss", LOSSES[config["loss_type"]][0].__name__, **given).options
 
 
 def tensors() -> dict[str, Tensor]:

@@ -185,7 +185,7 @@ def test_a_reference_has_bfloat16_weights_if_layers_have_and_it_does_not_move(tm
     model = eight_billion(tmp_path / "model")
 
     def reference(*more: str) -> int:
-        settings = [f"model.path={model}", "loss.options.kl_coefficient=0.1", "trainer.device=cpu", *more]
+        settings = [f"model.path={model}", "loss.options.kl.coefficient=0.1", "trainer.device=cpu", *more]
         config, host = configured(*settings)
         (trainer, *_) = certain_parts(config, host, str(model), shapes_in(model), [])
         return sizes(trainer.parts)["reference"][0]

@@ -140,7 +140,9 @@ def test_weights_that_bfloat16_holds_exactly_take_half_of_the_memory_and_change_
     model: str, tmp_path: Path, publish: Literal["adapters", "merged"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lora = LoraConfig(rank=4, alpha=8, publish=publish)
-    given = setup(in_bfloat16(model, tmp_path / "m"), lora, dtype="bfloat16", loss={"kl_coefficient": 0.1})
+    given = setup(
+        in_bfloat16(model, tmp_path / "m"), lora, dtype="bfloat16", loss={"kl": {"coefficient": 0.1}}
+    )
     halved = trained(given)
     kept = halved.model._whole
     assert {kept[name].dtype for name in halved.model._layers} == {torch.bfloat16}
@@ -236,7 +238,7 @@ def test_dropout_changes_passes_with_a_gradient_and_no_other(model: str) -> None
 
 @pytest.mark.long
 def test_the_reference_is_the_model_without_its_adapters_and_no_second_model(model: str) -> None:
-    loss = {"kl_coefficient": 0.05}
+    loss = {"kl": {"coefficient": 0.05}}
     trainer = trained(setup(model, loss=loss))
     micro = microbatch.collate(ragged(), CPU)
     reference = trainer.model.reference_logprobs(micro, 1.0)
@@ -253,7 +255,7 @@ def test_the_reference_is_the_model_without_its_adapters_and_no_second_model(mod
 
 @pytest.mark.long
 def test_a_reference_that_is_refreshed_is_the_policy_of_that_step(model: str) -> None:
-    given = setup(model, loss={"kl_coefficient": 0.05}, reference_every=2)
+    given = setup(model, loss={"kl": {"coefficient": 0.05}}, reference_every=2)
     trainer = trained(given, steps=2)
     micro = microbatch.collate(ragged(), CPU)
     with torch.no_grad():
@@ -337,7 +339,7 @@ def test_the_sum_is_rounded_once_to_the_dtype_of_engines(model: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"updates_per_step": 2, "reference_every": 2}])
 def test_resumed_training_is_the_same_bit_for_bit(model: str, tmp_path: Path, options: dict) -> None:
-    given = setup(model, LoraConfig(rank=4, dropout=0.2), loss={"kl_coefficient": 0.05}, **options)
+    given = setup(model, LoraConfig(rank=4, dropout=0.2), loss={"kl": {"coefficient": 0.05}}, **options)
     straight, first = trained(given, 6), trained(given, 3)
     save(first, tmp_path)
     resumed = TorchTrainer(attrs.evolve(given, resume_from=str(tmp_path)))
@@ -432,7 +434,7 @@ def test_lora_without_peft_is_one_line_with_the_command(monkeypatch: pytest.Monk
 
 
 def test_a_reference_that_adapters_cannot_hold_is_refused() -> None:
-    settings = ["model.lora.rank=4", "loss.options.kl_coefficient=0.1"]
+    settings = ["model.lora.rank=4", "loss.options.kl.coefficient=0.1"]
     settings += ["trainer.reference_every=5", "trainer.reference_mix=0.5"]
     config, host = configure([], parse_settings(settings, SORT))
     with pytest.raises(ConfigError, match=r"trainer.reference_mix = 0.5 mixes two sets"):

@@ -11,7 +11,7 @@ from grpo_core.kit import Config, as_table
 from grpo_plugin_tinker.section import TinkerConfig
 
 KEY = "TINKER_API_KEY"
-KNOWN = ("clip_low", "clip_high", "importance_cap")
+KNOWN = ("clip_low", "clip_high", "correction")
 """Supported options of the loss ``grpo``."""
 UNKNOWN = (
     "updates_per_step", "reference_every", "activations", "compile", "profile", "gpus", "threads", "device",
@@ -79,6 +79,8 @@ def _problems(config: Config) -> Iterator[str]:
     for name, value in loss.options.items():
         if name not in KNOWN and value:
             yield f"loss.options.{name} = {value!r} is not an option that the service computes; leave it out"
+    if not _correction(loss.options).keys() <= {"cap"}:
+        yield f'loss.options.correction = {loss.options["correction"]!r}: the service has "token_truncate"'
     if loss.max_sequence_error:
         yield "loss.max_sequence_error needs logprobs before the step; leave it out"
     if optimizer.name != "adamw" or optimizer.options or optimizer.groups:
@@ -91,14 +93,21 @@ def service_loss(
     """Return name and options of the service's loss that equals ``grpo`` with these options.
 
     With one update for each step and recomputed proximal logprobs, the gradient of ``grpo`` equals CISPO's
-    with the ratio policy / generation clipped to [0, ``importance_cap``].  If proximal is generation, it is
+    with the ratio policy / generation clipped to [0, ``correction.cap``].  If proximal is generation, it is
     PPO's.
     """
     if proximal == "recompute":
-        cap = float(options.get("importance_cap", 2.0))
+        cap = float(_correction(options).get("cap", 2.0))
         return "cispo", {"clip_low_threshold": 0.0, "clip_high_threshold": cap}
     low, high = float(options.get("clip_low", 0.2)), float(options.get("clip_high", 0.28))
     return "ppo", {"clip_low_threshold": 1 - low, "clip_high_threshold": 1 + high}
+
+
+def _correction(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the table of the loss's correction, without its name if that is the usual one."""
+    given = options.get("correction", {})
+    table = given if isinstance(given, Mapping) else {"name": given}
+    return {key: value for key, value in table.items() if (key, value) != ("name", "token_truncate")}
 
 
 def _check_key(section: TinkerConfig) -> None:

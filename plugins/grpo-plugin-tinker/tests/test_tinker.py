@@ -34,7 +34,8 @@ def test_a_hosted_model_selects_its_engine_and_trainer():
     ("changes", "message"),
     [
         ({"loss": {"name": "gspo"}}, 'loss.name = "gspo" is not a loss of the service'),
-        ({"loss": {"options": {"kl_coefficient": 0.1}}}, "loss.options.kl_coefficient = 0.1"),
+        ({"loss": {"options": {"kl": {"coefficient": 0.1}}}}, "loss.options.kl = {'coefficient': 0.1}"),
+        ({"loss": {"options": {"correction": "off"}}}, 'the service has "token_truncate"'),
         ({"loss": {"max_sequence_error": 2.0}}, "loss.max_sequence_error"),
         ({"optimizer": {"name": "muon"}}, "leave out \\[optimizer\\]"),
         ({"trainer": {"updates_per_step": 2}}, "trainer.updates_per_step = 2"),
@@ -85,13 +86,14 @@ def of_the_service(name, options, policy, generation, advantages):
 
 
 @pytest.mark.parametrize("proximal", ["recompute", "generation"])
-@pytest.mark.parametrize("options", [{}, {"importance_cap": 1.1, "clip_low": 0.05, "clip_high": 0.1}])
+@pytest.mark.parametrize("options", [{}, {"correction": {"cap": 1.1}, "clip_low": 0.05, "clip_high": 0.1}])
 def test_the_services_loss_has_the_gradient_of_ours(proximal, options):
     torch = pytest.importorskip("torch")
     random = torch.Generator().manual_seed(0)
     generation, advantages = torch.randn(6, 9, generator=random), torch.randn(6, generator=random)
     start = generation + 0.2 * torch.randn(6, 9, generator=random)
     mask = torch.ones(6, 9)
+    loss = configured()[1].function("loss", "core:grpo", **options)
 
     def gradient(loss_of):
         policy = start.clone().requires_grad_()
@@ -106,7 +108,7 @@ def test_the_services_loss_has_the_gradient_of_ours(proximal, options):
             proximal_logprobs=start if proximal == "recompute" else generation,
             generation_logprobs=generation,
         )
-        return losses.total(losses.grpo(inputs, **options)[0], inputs)
+        return losses.total(loss(inputs)[0], inputs)
 
     name, chosen = service_loss(options, proximal)
 

@@ -75,7 +75,7 @@ def learning_rate_too_high(facts: Facts) -> Finding | None:
     difference, size = facts.of("logprob_diff_mean"), facts.of("effective_sample_size")
     if len(entropy) < 2 or facts.number("trainer.updates_per_step", 1.0) > 8:
         return None
-    if facts.number("loss.options.entropy_coefficient", 0.0) < 0.0:
+    if facts.number("loss.options.entropy.coefficient", 0.0) < 0.0:
         return None  # a negative entropy bonus explains the same numbers
     steps = min(4, len(entropy))
     fell = entropy.values[0] > 0.2 and min(entropy.values[:steps]) < 0.2 * entropy.values[0]
@@ -186,16 +186,16 @@ def entropy_collapsed(facts: Facts) -> Finding | None:
     rewards = max((facts.of(f"reward/{task}").last for task in facts.tasks), default=0.0)
     if (rewards if right is None else right) > 0.6:
         return None
-    coefficient = facts.setting("loss.options.entropy_coefficient", 0.0)
+    coefficient = facts.setting("loss.options.entropy.coefficient", 0.0)
     return Finding(
         "The policy became certain of one reply before it was right: nothing is explored any more.",
         (
             f"entropy: {moved(entropy.first, entropy.last)} (nats)",
             _rewards(facts),
-            f"loss.options.entropy_coefficient = {coefficient}, rollout.temperature = "
+            f"loss.options.entropy.coefficient = {coefficient}, rollout.temperature = "
             f"{facts.setting('rollout.temperature')}",
         ),
-        "set loss.options.entropy_target = 0.3 (the factor must not be negative), loss.options.clip_high = "
+        "set loss.options.entropy.target = 0.3 (the factor must not be negative), loss.options.clip_high = "
         "0.28 and rollout.temperature = 1.0",
     )
 
