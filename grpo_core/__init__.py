@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from grpo_core.contracts.hookspecs import Offer as Offer
     from grpo_core.contracts.hookspecs import Transport as Transport
     from grpo_core.contracts.hookspecs import hookimpl as hookimpl
-    from grpo_core.contracts.limits import Limits as Limits
     from grpo_core.contracts.loss import LossInputs as LossInputs
     from grpo_core.contracts.loss import needs as needs
     from grpo_core.contracts.playing import Play as Play
@@ -74,6 +73,7 @@ if TYPE_CHECKING:
     from grpo_core.contracts.records import FinishReason as FinishReason
     from grpo_core.contracts.records import GenerationRequest as GenerationRequest
     from grpo_core.contracts.records import Group as Group
+    from grpo_core.contracts.records import Limits as Limits
     from grpo_core.contracts.records import MemoryPart as MemoryPart
     from grpo_core.contracts.records import Message as Message
     from grpo_core.contracts.records import Prompt as Prompt

@@ -38,7 +38,7 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.reporting import files, trackers
 from grpo_core.reporting import stored as stored_files
 from grpo_core.reporting.room import DiskRoom
-from grpo_core.reporting.selection import check_trackers, make_trackers
+from grpo_core.reporting.trackers import check_trackers, make_trackers
 from grpo_core.reporting.verification import Files
 from grpo_core.storage.run_directory import RunDirectory
 

@@ -63,14 +63,12 @@ from grpo_core.models.fitting import check_files
 from grpo_core.processes.aio import gather
 from grpo_core.processes.garbage import spare_the_collector
 from grpo_core.reporting.room import DiskRoom
-from grpo_core.reporting.selection import make_trackers
-from grpo_core.reporting.trackers import Trackers
+from grpo_core.reporting.trackers import Trackers, make_trackers
 from grpo_core.storage.planes import check_reader
 from grpo_core.storage.published import Published
 from grpo_core.storage.run_directory import RunDirectory, metrics_rows
 from grpo_core.text.rendering import Renderer
-from grpo_core.validation.engine import DedicatedValidator, WeightsTrackingEngine
-from grpo_core.validation.sets import Validation
+from grpo_core.validation.sets import DedicatedValidator, Validation, WeightsTrackingEngine
 
 Loaders = Mapping[str, LookAhead]
 """Loaders of prompts by task."""

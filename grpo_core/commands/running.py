@@ -21,8 +21,8 @@ from grpo_core.plugins.hints import install_command
 from grpo_core.plugins.options import AsJson, Flag, Settings, Words
 from grpo_core.processes.aio import to_the_end
 from grpo_core.processes.interrupts import INTERRUPTED
-from grpo_core.reporting.selection import REPORT
 from grpo_core.reporting.terminal import write
+from grpo_core.reporting.trackers import REPORT
 from grpo_core.reporting.verification import verified
 from grpo_core.storage.run_directory import RunDirectory
 from grpo_core.validation.results import progress, table

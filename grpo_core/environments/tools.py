@@ -1,4 +1,4 @@
-"""Tools of a model: their schemas, and the execution of calls from ``grpo_core.text.tool_calls``."""
+"""Tools of a model: their schemas, and the execution of calls from ``grpo_core.text.response_formats``."""
 
 from __future__ import annotations
 

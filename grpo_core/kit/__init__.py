@@ -192,8 +192,8 @@ if TYPE_CHECKING:
     from grpo_core.config import parse_settings as parse_settings
     from grpo_core.config import read_toml as read_toml
     from grpo_core.config import structured as structured
-    from grpo_core.config.choices import options_of as options_of
     from grpo_core.config.idle import only_with as only_with
+    from grpo_core.config.run import options_of as options_of
     from grpo_core.contracts.completions import check_request as check_request
     from grpo_core.contracts.errors import cut as cut
     from grpo_core.contracts.errors import shortened as shortened
@@ -296,8 +296,8 @@ if TYPE_CHECKING:
     from grpo_core.text.messages import normalised as normalised
     from grpo_core.text.messages import parsed as parsed
     from grpo_core.text.rendering import Renderer as Renderer
-    from grpo_core.text.tool_calls import assistant_message as assistant_message
-    from grpo_core.text.tool_calls import numbered as numbered
+    from grpo_core.text.response_formats import assistant_message as assistant_message
+    from grpo_core.text.response_formats import numbered as numbered
     from grpo_core.text.untrusted import read_body as read_body
     from grpo_core.text.untrusted import read_json as read_json
     from grpo_core.training import memory as memory

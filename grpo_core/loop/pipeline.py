@@ -73,8 +73,7 @@ from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.canary import Canaries
 from grpo_core.loop.dynamic import DynamicSampling, Rejection
 from grpo_core.loop.endings import Failure, TimeLimit
-from grpo_core.loop.meter import Meter
-from grpo_core.loop.metrics import left_out, task_metrics, times
+from grpo_core.loop.metrics import Meter, left_out, task_metrics, times
 from grpo_core.loop.replies import Replies
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
 from grpo_core.loop.rows import check_staleness, make_batch, sampled_versions, shaped_rewards, with_advantages

@@ -69,7 +69,7 @@ def grpo_losses() -> Mapping[str, str]:
 
 @hookimpl
 def grpo_advantages() -> Mapping[str, Offer]:
-    home = "grpo_core.loop.advantages"
+    home = "grpo_core.loop.rows"
     return {"group": Offer(f"{home}:group", check=f"{home}:check_group")}
 
 
