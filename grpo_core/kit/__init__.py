@@ -102,7 +102,7 @@ A command that plays environments, in addition to ``grpo_core.Run``:
     interrupts, merge, PlayingText, TextRenderer   let a person play
     groups_in, prompts_in, as_json           read a file of rollouts, and write a line of one
     leakage, assistant_message               compare prompts, read a reply
-    aio, wrong_input, lines_of_incidents, cut   what commands share
+    aio, wrong_input, lines_of_incidents        what commands share
     AsJson, Flag, Settings, Words            annotations of options of any command
 
 A contract that ``grpo-core check`` tries (see ``grpo_plugin_devkit``):
@@ -195,7 +195,6 @@ if TYPE_CHECKING:
     from grpo_core.config.idle import only_with as only_with
     from grpo_core.config.run import options_of as options_of
     from grpo_core.contracts.completions import check_request as check_request
-    from grpo_core.contracts.errors import cut as cut
     from grpo_core.contracts.errors import shortened as shortened
     from grpo_core.contracts.errors import wrong_input as wrong_input
     from grpo_core.contracts.incidents import Incident as Incident

@@ -16,7 +16,7 @@ from statistics import fmean
 from attrs import astuple, define, field, fields, frozen
 
 from grpo_core.contracts.advantages import equal
-from grpo_core.contracts.errors import cut
+from grpo_core.contracts.errors import shortened
 from grpo_core.contracts.records import Group, Rollout
 from grpo_core.loop.health import WINDOW, Finding
 
@@ -307,5 +307,5 @@ def _of_cut(task: str, seen: Seen, last: Seen) -> list[Finding]:
 
 
 def _shown(seen: Seen) -> str:
-    replies = ", ".join(repr(cut(reply, LENGTH)) for reply in seen.unpaid[-SHOWN:])
+    replies = ", ".join(repr(shortened(reply, LENGTH)) for reply in seen.unpaid[-SHOWN:])
     return f"; unrewarded replies that ended: {replies}" if replies else ""

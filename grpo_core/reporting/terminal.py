@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_core.contracts import events
-from grpo_core.contracts.errors import cut
+from grpo_core.contracts.errors import shortened
 from grpo_core.contracts.incidents import Lines, by_kind
 from grpo_core.contracts.protocols import Tracker
 from grpo_core.contracts.records import RunInfo
@@ -422,7 +422,7 @@ class TerminalTracker(Tracker):
             rows.append(("recovered", "", Text(f"from {by_kind(self._survived)}", style="dim")))
         if self._sample:
             prompt, reply, reward = self._sample
-            shown = f"{prompt[-_PROMPT_WIDTH:]} → {cut(reply or 'no text', _SAMPLE_WIDTH)}"
+            shown = f"{prompt[-_PROMPT_WIDTH:]} → {shortened(reply or 'no text', _SAMPLE_WIDTH)}"
             rows.append(("sample", f"{reward:g}", Text(shown)))
         return rows
 
