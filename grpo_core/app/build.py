@@ -52,11 +52,11 @@ from grpo_core.data.samplers import PromptStream
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer, BufferStatistics
 from grpo_core.loop.endings import GOAL_REACHED, Failure, Goal
+from grpo_core.loop.health import Trend
 from grpo_core.loop.metrics import validation_metrics
 from grpo_core.loop.pipeline import Pipeline, Save, Validate, Watch, Written
 from grpo_core.loop.retention import Retention
 from grpo_core.loop.timeline import Timeline, taken_down
-from grpo_core.loop.trend import Trend
 from grpo_core.loop.versions import Interval
 from grpo_core.models.files import chat_template
 from grpo_core.models.fitting import check_files

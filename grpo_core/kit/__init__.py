@@ -240,6 +240,8 @@ if TYPE_CHECKING:
     from grpo_core.loop import rows as rows
     from grpo_core.loop.agreement import Tolerance as Tolerance
     from grpo_core.loop.checkpoint import fault as fault
+    from grpo_core.loop.health import Fall as Fall
+    from grpo_core.loop.health import Trend as Trend
     from grpo_core.loop.metrics import headline as headline
     from grpo_core.loop.pipeline import Checks as Checks
     from grpo_core.loop.pipeline import Pipeline as Pipeline
@@ -248,8 +250,6 @@ if TYPE_CHECKING:
     from grpo_core.loop.rollout import play as play
     from grpo_core.loop.schedule import rate as rate
     from grpo_core.loop.timeline import during as during
-    from grpo_core.loop.trend import Fall as Fall
-    from grpo_core.loop.trend import Trend as Trend
     from grpo_core.models import files as files
     from grpo_core.models.fitting import ModelFiles as ModelFiles
     from grpo_core.plugins import offers as offers
