@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from grpo_core.api.calls import validate as validate
     from grpo_core.api.run import Run as Run
     from grpo_core.app.session import Session as Session
-    from grpo_core.config.setup import TrainerSetup as TrainerSetup
+    from grpo_core.config.run import TrainerSetup as TrainerSetup
     from grpo_core.contracts import advantages as advantages
     from grpo_core.contracts import errors as errors
     from grpo_core.contracts import events as events

@@ -27,6 +27,7 @@ from grpo_core import (
     TrainerSetup,
     load_object,
 )
+from grpo_core.contracts.tokens import fetched
 from grpo_core.kit import (
     EngineConfig,
     EnvironmentSpec,
@@ -38,7 +39,6 @@ from grpo_core.kit import (
     TrainerConfig,
     build,
     checkpoint_tensors,
-    fetched,
     files,
     publishing,
     read_buckets,

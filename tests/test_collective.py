@@ -24,7 +24,7 @@ from ends import CPU, Engine, Trainer, ends
 from fake_gpus import GPU, ProcessGroup
 
 from grpo_core.config import build
-from grpo_core.config.setup import TrainerSetup
+from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.errors import ConfigError, ModelError, WeightSyncError
 from grpo_core.contracts.records import EngineSetup, GenerationRequest
 from grpo_core.engines.local.engine import LocalEngine

@@ -24,8 +24,7 @@ from grpo_core.loop.versions import Interval
 from grpo_core.reporting.files import plain
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, run
 from grpo_core.testing.fakes import FakePrompts
-from grpo_core.validation.runner import Context, run_strategy
-from grpo_core.validation.sets import DedicatedValidator, WeightsTrackingEngine
+from grpo_core.validation.runner import Context, DedicatedValidator, WeightsTrackingEngine, run_strategy
 from grpo_core.validation.strategies import Batched, Pipelined
 from grpo_plugin_algorithms.strategies import PassAtK
 

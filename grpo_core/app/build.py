@@ -68,7 +68,7 @@ from grpo_core.storage.planes import check_reader
 from grpo_core.storage.published import Published
 from grpo_core.storage.run_directory import RunDirectory, metrics_rows
 from grpo_core.text.rendering import Renderer
-from grpo_core.validation.sets import DedicatedValidator, Validation, WeightsTrackingEngine
+from grpo_core.validation.runner import DedicatedValidator, Validation, WeightsTrackingEngine
 
 Loaders = Mapping[str, LookAhead]
 """Loaders of prompts by task."""

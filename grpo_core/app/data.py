@@ -19,14 +19,18 @@ from grpo_core.data.leakage import digest
 from grpo_core.data.loaders import Convert, IndexedLoader, LookAhead, StreamLoader, Thread, converted
 from grpo_core.data.order import some
 from grpo_core.data.rows import (
+    DataChoice,
+    ReadRows,
     RowReader,
+    SomePrompts,
+    check_there,
+    choose,
     ignore_warnings_of_torchdata,
     is_at_hand,
     is_sized,
     raised,
     readable,
 )
-from grpo_core.data.sources import DataChoice, ReadRows, SomePrompts, check_there, choose
 from grpo_core.data.streams import Tried, compare, read_elsewhere
 from grpo_core.plugins.host import PluginHost
 

@@ -14,8 +14,7 @@ from attrs import evolve, frozen
 from grpo_core.app import workers
 from grpo_core.app.placement import Placement
 from grpo_core.config import Config, EngineConfig, TrainerConfig, ValidationConfig
-from grpo_core.config.run import RolloutConfig
-from grpo_core.config.setup import TrainerSetup
+from grpo_core.config.run import RolloutConfig, TrainerSetup
 from grpo_core.contracts import protocols
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.events import Event
@@ -53,8 +52,7 @@ from grpo_core.processes.aio import UNLIMITED, Slots
 from grpo_core.processes.cores import thread_count
 from grpo_core.storage.published import Published
 from grpo_core.text.rendering import Renderer
-from grpo_core.validation.runner import Context
-from grpo_core.validation.sets import HeldOut, Measured, Validation
+from grpo_core.validation.runner import Context, HeldOut, Measured, Validation
 
 SYNC_GRACE = 15.0
 """Extra seconds for an engine's own deadlines, and to end a process that does not answer."""

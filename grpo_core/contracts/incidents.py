@@ -70,7 +70,7 @@ WORDS: Mapping[str, str] = {
 }
 """Names of the kinds for people."""
 MESSAGE = 2_000
-"""Largest number of characters of a message."""
+"""Number of characters from which a message loses its middle."""
 EVERY = 10.0
 """Seconds between two events of one kind and component within a step."""
 LINE, LINE_EVERY = 300, 60.0

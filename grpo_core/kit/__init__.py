@@ -49,7 +49,6 @@ A pool of engines (see ``grpo_plugin_scale``):
 A data plane, which keeps the tokens of finished rollouts outside of the run's process:
 
     RemotePlane                 its base class, with its contract
-    fetched                     returns tokens and prompts that are there, with one call to the plane
 
 A source of models:
 
@@ -72,7 +71,7 @@ A player (see ``grpo_plugin_agents``):
     aio                         cancels tasks and waits until they have ended
     orphans                     end all that a program has started, by a variable that it inherits
     import_file, shortened      import a Python file, and cut a long text
-    normalised, MessageError, parsed, numbered, well_formed    read messages and calls that clients write
+    normalised, MessageError, parsed, numbered    read messages and calls that clients write
     thoughts                    a model's thinking in its messages
 
 A client or a server of others:
@@ -80,7 +79,6 @@ A client or a server of others:
     Client, Answer, NotSent, ServiceError   ask a service over HTTP: bounded, without redirects
     said, retried           what a server says, as one line for a message; a call that is repeated
     read_json, read_body    read their data, within limits; raise nothing but ValueError
-    masked                  a text, or data, without the secrets of this process
 
 A section of the configuration:
 
@@ -205,10 +203,8 @@ if TYPE_CHECKING:
     from grpo_core.contracts.loss import needs_of as needs_of
     from grpo_core.contracts.playing import EnvironmentClient as EnvironmentClient
     from grpo_core.contracts.playing import derive_seed as derive_seed
-    from grpo_core.contracts.tokens import fetched as fetched
     from grpo_core.contracts.typed import Count as Count
     from grpo_core.contracts.typed import checked as checked
-    from grpo_core.contracts.unicode import well_formed as well_formed
     from grpo_core.data import leakage as leakage
     from grpo_core.data import states as states
     from grpo_core.data.loaders import LookAhead as LookAhead
@@ -278,7 +274,6 @@ if TYPE_CHECKING:
     from grpo_core.processes.client import retried as retried
     from grpo_core.processes.client import said as said
     from grpo_core.processes.secrets import inert as inert
-    from grpo_core.processes.secrets import masked as masked
     from grpo_core.processes.served import RemoteTraceback as RemoteTraceback
     from grpo_core.processes.served import die_with as die_with
     from grpo_core.reporting.stored import as_json as as_json

@@ -65,8 +65,7 @@ from grpo_core.loop.rows import group as group_advantages
 from grpo_core.loop.versions import Interval
 from grpo_core.reporting.files import plain
 from grpo_core.testing import clock
-from grpo_core.validation.runner import Context, Results
-from grpo_core.validation.sets import Measured, Validation
+from grpo_core.validation.runner import Context, Measured, Results, Validation
 from grpo_plugin_algorithms import filters
 from grpo_plugin_algorithms.shaping import Shaping, ShapingConfig
 from grpo_plugin_curriculum.curriculum import Curriculum
