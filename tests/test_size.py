@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from size import code_lines, counted, sums
 
-LIMITS = {"core": 24_065, "built-in": 4_610, "all distributions": 54_580}
+LIMITS = {"core": 23_807, "built-in": 4_610, "all distributions": 53_850}
 
 
 @pytest.mark.parametrize("part", LIMITS)
