@@ -499,7 +499,7 @@ def checked(*settings):
     [
         (
             ['tracking.trackers=["file"]'],
-            r"no tracker 'file'\. Did you mean 'files'\? Installed: core:f",
+            r"no tracker 'file'\. Did you mean 'files'\? Installed: core:diagnosis, core:f",
         ),
         (['tracking.trackers=["files", "files"]'], "tracking.trackers: 'files' is listed twice"),
         (["tracking.files.zip=true"], "tracker 'files' .* has no option 'zip'"),
@@ -521,7 +521,7 @@ def test_the_report_is_left_out_where_no_plugin_offers_it(tmp_path, plugin, more
     made = make_trackers(Config(), host, lambda name: run.info(Config(), None))
     for tracker in made.values():
         tracker.close()
-    assert [*made] == ["files", "terminal", *more]
+    assert [*made] == ["files", "terminal", *more, "diagnosis"]
     checked('tracking.trackers=["files", "report"]')
 
 

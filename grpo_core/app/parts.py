@@ -389,7 +389,6 @@ class Parts:
                 "clip_fraction_low": Thresholds(*config.clip_fraction),
                 "clip_fraction_high": Thresholds(*config.clip_fraction),
             },
-            taught_by_rewards="teacher" not in self.needs,
             correction=", ".join(
                 f"loss.options.{name} = {value!r}" for name, value in self.config.loss.options.items()
             ),

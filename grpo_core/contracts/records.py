@@ -559,7 +559,7 @@ class EngineLoad:
     """Whether the trainer computes on the engine's GPU."""
 
 
-def _unheard(said: object) -> None:
+def _unheard(*said: object, **more: object) -> None:
     """Do nothing: there is no run."""
 
 
@@ -577,8 +577,9 @@ class RunInfo:
     """The step that the run continues from; None for a new run."""
     measured: int | None = None
     """The newest version that was validated before that step was saved; a later one is validated again."""
-    warn: Callable[[str], None] = field(default=_unheard, eq=False, repr=False)
-    """Shows a warning and records it; may be called on any thread, as may the next two."""
+    warn: Callable[..., None] = field(default=_unheard, eq=False, repr=False)
+    """``warn(text, cause=..., step=...)`` shows a warning and records it; without more arguments its cause is
+    the tracker, and its step the newest one.  May be called on any thread, as may the next two."""
     stop: Callable[[str], None] = field(default=_unheard, eq=False, repr=False)
     """Ends the run after its step, with a checkpoint, for a reason that the end of the run names."""
     set_metrics: Callable[[Mapping[str, float]], None] = field(default=_unheard, eq=False, repr=False)

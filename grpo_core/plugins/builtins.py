@@ -57,6 +57,7 @@ def grpo_trainers() -> Mapping[str, Offer]:
 @hookimpl
 def grpo_trackers() -> Mapping[str, str]:
     return {
+        "diagnosis": "grpo_core.diagnosis.replies:Diagnosis",
         "files": "grpo_core.reporting.files:FilesTracker",
         "terminal": "grpo_core.reporting.terminal:TerminalTracker",
     }

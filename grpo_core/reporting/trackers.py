@@ -87,8 +87,9 @@ class Trackers:
     def info(self, run: RunInfo, name: str) -> RunInfo:
         """Return the run with functions that a tracker of this name may call, on any thread."""
 
-        def warn(text: str) -> None:
-            warning = events.WarningRaised(step=self.step, cause=f"tracker {name!r}", message=str(text))
+        def warn(text: str, *, cause: str = f"tracker {name!r}", step: int | None = None) -> None:
+            at = self.step if step is None else step
+            warning = events.WarningRaised(step=at, cause=cause, message=str(text))
             self._in_loop(partial(self.emit, warning))
 
         def stop(reason: str) -> None:
@@ -438,13 +439,16 @@ def _tokens(item: Item) -> int:
 
 # ---------------------------------------------------------------------------------- the choice of trackers
 
+ALWAYS = ("diagnosis",)
+"""Trackers of the core that each run has."""
 REPORT = "report"
 """A plugin's tracker that is selected by default."""
 
 
 def selected(config: TrackingConfig, host: PluginHost) -> list[str]:
-    """Return the names of the selected trackers, without ``REPORT`` where no plugin offers it."""
-    return [name for name in config.trackers if name != REPORT or host.offers("tracker", name)]
+    """Return the names of the run's trackers, without ``REPORT`` where no plugin offers it."""
+    chosen = [name for name in config.trackers if name != REPORT or host.offers("tracker", name)]
+    return [*chosen, *(name for name in ALWAYS if name not in chosen)]
 
 
 def check_trackers(config: TrackingConfig, host: PluginHost) -> None:
