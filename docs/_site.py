@@ -39,7 +39,7 @@ GENERATED = ("configuration", "options", "records", "catalogue")
 ALGORITHMS = "plugins/grpo-plugin-algorithms/grpo_plugin_algorithms"
 SOURCES = {
     "grpo_core/config": "configuration.md",
-    "grpo_core/config/tasks.py": "configuration.md#tasksnamedata_options",
+    "grpo_core/config/run.py": "configuration.md#tasksnamedata_options",
     "grpo_core/contracts/records.py": "records.md",
     "grpo_core/contracts/events.py": "records.md#events",
     "grpo_core/plugins/builtins.py": "options.md",

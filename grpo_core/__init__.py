@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from grpo_core.api.calls import validate as validate
     from grpo_core.api.run import Run as Run
     from grpo_core.app.session import Session as Session
-    from grpo_core.config.setup import TrainerSetup as TrainerSetup
+    from grpo_core.config.run import TrainerSetup as TrainerSetup
     from grpo_core.contracts import advantages as advantages
     from grpo_core.contracts import errors as errors
     from grpo_core.contracts import events as events
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from grpo_core.contracts.hookspecs import TrainerOffer as TrainerOffer
     from grpo_core.contracts.hookspecs import Transport as Transport
     from grpo_core.contracts.hookspecs import hookimpl as hookimpl
-    from grpo_core.contracts.limits import Limits as Limits
     from grpo_core.contracts.loss import LossInputs as LossInputs
     from grpo_core.contracts.loss import needs as needs
     from grpo_core.contracts.playing import Play as Play
@@ -77,6 +76,7 @@ if TYPE_CHECKING:
     from grpo_core.contracts.records import FinishReason as FinishReason
     from grpo_core.contracts.records import GenerationRequest as GenerationRequest
     from grpo_core.contracts.records import Group as Group
+    from grpo_core.contracts.records import Limits as Limits
     from grpo_core.contracts.records import MemoryPart as MemoryPart
     from grpo_core.contracts.records import Message as Message
     from grpo_core.contracts.records import Prompt as Prompt

@@ -10,8 +10,7 @@ from grpo_core.config import Config
 from grpo_core.contracts.events import Event
 from grpo_core.contracts.protocols import Tracker
 from grpo_core.plugins.host import PluginHost
-from grpo_core.reporting.selection import make_trackers
-from grpo_core.reporting.trackers import Trackers
+from grpo_core.reporting.trackers import Trackers, make_trackers
 from grpo_core.storage.run_directory import RunDirectory
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-BUILT_IN = ("demo", "engines/local", "losses", "training", "weights")
+BUILT_IN = ("demo", "diagnosis", "engines/local", "losses", "training", "weights")
 """Rooms of the parts that the core reaches by hooks."""
 LATER = ("grpo-plugin-openai", "grpo-plugin-smollm2", "grpo-plugin-tinker")
 """Plugins with rows of their own: they are new, and no part of what shrinks."""

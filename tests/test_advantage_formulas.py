@@ -19,8 +19,8 @@ from grpo_core import advantages as formulas
 from grpo_core.app.parts import Parts
 from grpo_core.config import build
 from grpo_core.contracts.errors import ConfigError, PluginError
-from grpo_core.loop import advantages
-from grpo_core.loop.advantages import Clipped
+from grpo_core.loop import rows
+from grpo_core.loop.rows import Clipped
 from grpo_core.plugins.host import PluginHost
 from grpo_plugin_algorithms import advantages as methods
 from grpo_plugin_algorithms import formulas as further
@@ -285,11 +285,11 @@ def test_an_option_out_of_range_is_refused(options: dict[str, Any], message: str
 @pytest.mark.parametrize(
     "function",
     [
-        advantages.group,
+        rows.group,
         methods.reinforce_plus_plus,
         lambda groups: methods.reinforce_plus_plus(groups, baseline=False, count="rollouts"),
-        lambda groups: advantages.group(groups, scale="batch"),
-        lambda groups: advantages.group(groups, scale="others", leave_one_out=True, epsilon=1e-6),
+        lambda groups: rows.group(groups, scale="batch"),
+        lambda groups: rows.group(groups, scale="others", leave_one_out=True, epsilon=1e-6),
         lambda groups: methods.pass_at_k(groups, k=2),
     ],
 )

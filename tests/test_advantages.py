@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from grpo_core.contracts.advantages import equal, normalize
-from grpo_core.loop import advantages
+from grpo_core.loop import rows
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.metrics import task_metrics
 from grpo_plugin_devkit.objectives import a_group, check_advantage
@@ -126,25 +126,25 @@ def test_an_unknown_scale_is_refused() -> None:
 def test_the_built_in_function_normalizes_each_group_by_itself() -> None:
     groups = [a_group([0.0, 1.0, 1.0, 1.0]), a_group([5.0, 3.0])]
     expected = [normalize(each, scale="none") for each in ([0.0, 1.0, 1.0, 1.0], [5.0, 3.0])]
-    assert advantages.group(groups, scale="none") == expected
+    assert rows.group(groups, scale="none") == expected
 
 
 def test_a_rollout_without_a_reward_is_masked() -> None:
     given = a_group([0.0, 1.0, 1.0])
     first, *others = given.rollouts
     unscored = evolve(given, rollouts=(evolve(first, reward=None), *others))
-    assert advantages.group([unscored]) == [[None, 0.0, 0.0]]
+    assert rows.group([unscored]) == [[None, 0.0, 0.0]]
 
 
 def test_both_keep_the_contract_of_an_advantage_function() -> None:
     for options in ({}, {"scale": "none"}, {"leave_one_out": True}):
-        check_advantage(advantages.group, **options)
+        check_advantage(rows.group, **options)
 
 
 @given(st.lists(st.one_of(rewards, st.floats(-1e6, 1e6)), min_size=2, max_size=6))
 def test_equal_rewards_mean_the_same_to_advantages_dynamic_sampling_and_metrics(values: list[float]) -> None:
     one = a_group(values)
-    without_advantages = not any(advantages.group([one])[0])
+    without_advantages = not any(rows.group([one])[0])
     assert equal(values) is without_advantages
     assert (DynamicSampling(max_extra_groups=9).rejects(one) is None) is not without_advantages
     assert task_metrics([one], step=0)["frac_reward_zero_std/task"] == float(without_advantages)

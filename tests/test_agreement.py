@@ -16,7 +16,7 @@ from test_lora import setup as lora_setup
 from test_trainer import setup
 from transformers import AutoTokenizer
 
-from grpo_core.config.setup import TrainerSetup
+from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.errors import WeightSyncError
 from grpo_core.contracts.records import (
     Canary,

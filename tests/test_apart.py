@@ -15,9 +15,8 @@ from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.workers import make_environment
 from grpo_core.config import EnvironmentConfig, TaskConfig
 from grpo_core.contracts.errors import PluginError
-from grpo_core.contracts.limits import Limits
-from grpo_core.contracts.records import Completion
-from grpo_core.environments.places import Places
+from grpo_core.contracts.records import Completion, Limits
+from grpo_core.environments.pool import Places
 from grpo_core.plugins.host import PluginHost
 from grpo_core.processes.aio import Limit, not_counted
 from grpo_core.testing import FakeRenderer, clock

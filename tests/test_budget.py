@@ -11,7 +11,7 @@ from test_pipeline import Run
 from grpo_core import Environment
 from grpo_core.app.parts import Parts
 from grpo_core.config import Config, EnvironmentConfig, PipelineConfig, TrainerConfig
-from grpo_core.config.generation import RolloutConfig
+from grpo_core.config.run import RolloutConfig
 from grpo_core.contracts.errors import EngineError, Fault, PluginError
 from grpo_core.contracts.records import Rollout
 from grpo_core.environments.budget import ErrorBudget, failures_of_calls

@@ -17,7 +17,7 @@ from grpo_core.engines.wrapped import LimitedEngine
 from grpo_core.loop import canary
 from grpo_core.loop.agreement import Agreement, Tolerance
 from grpo_core.testing import FakeEngine, FakeTrainer, run
-from grpo_core.validation.engine import WeightsTrackingEngine
+from grpo_core.validation.runner import WeightsTrackingEngine
 from grpo_plugin_scale.engines.pool import EnginePool
 
 PROMPT = (7, 8, 9)

@@ -409,12 +409,12 @@ def test_the_kind_of_a_file_follows_from_its_methods_or_the_user(tmp_path):
         check.find(host, f"{file}:make", "train")
 
 
-def test_every_kind_that_has_a_hook_can_be_checked():
-    assert set(check.CHECKED) == set(get_args(Kind))
+def test_every_kind_that_strangers_write_can_be_checked():
+    ours = {"model", "data_plane", "placement", "transport"}
+    assert set(check.CHECKED) == set(get_args(Kind)) - ours
     host = PluginHost.discover(allow=[])
-    found = {name: check.find(host, name).kind for name in ("torch", "adamw", "tiny", "memory", "local")}
-    assert list(found.values()) == ["trainer", "optimizer", "model", "data_plane", "engine"]
-    assert check.find(host, "local", "placement").kind == "placement"
+    found = {name: check.find(host, name).kind for name in ("torch", "adamw", "local")}
+    assert list(found.values()) == ["trainer", "optimizer", "engine"]
 
 
 def test_a_clause_that_had_nothing_to_check_is_noted_and_not_passed():

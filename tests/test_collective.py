@@ -23,7 +23,7 @@ from attrs import evolve
 from ends import CPU, Engine, Trainer, ends
 from fake_gpus import GPU, ProcessGroup
 
-from grpo_core.config.setup import TrainerSetup
+from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.errors import ConfigError, ModelError, PluginError, WeightSyncError
 from grpo_core.contracts.records import EngineSetup, GenerationRequest
 from grpo_core.engines.local.engine import LocalEngine

@@ -18,7 +18,7 @@ from grpo_core.models.files import chat_template
 from grpo_core.testing import HostedEnvironment
 from grpo_core.text.conventions import REPLIES, WITH_CALLS, misread
 from grpo_core.text.rendering import Renderer
-from grpo_core.validation.sets import HeldOut
+from grpo_core.validation.runner import HeldOut
 
 SHOWN = "{% if tools %}<|start|>system\n{{ tools | tojson }}<|end|>\n{% endif %}"
 

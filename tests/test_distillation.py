@@ -19,7 +19,7 @@ from grpo_core.app import preflight
 from grpo_core.app.parts import Parts
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.config import LossConfig, TeacherConfig, build
-from grpo_core.config.setup import TrainerSetup
+from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.errors import ConfigError, ModelError
 from grpo_core.contracts.records import Row
 from grpo_core.contracts.tokens import Tokens

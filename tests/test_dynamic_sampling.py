@@ -16,12 +16,12 @@ from grpo_core.contracts.records import Feedback, Group, Prompt, Rollout
 from grpo_core.data.loaders import IndexedLoader
 from grpo_core.data.samplers import Mix, PromptStream, RoundRobin
 from grpo_core.loop import checkpoint
-from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.pipeline import Learning, Pipeline, Playing
 from grpo_core.loop.pipeline import Schedule as When
 from grpo_core.loop.rollout import SamplingParams
+from grpo_core.loop.rows import group as group_advantages
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run
 from grpo_plugin_curriculum.curriculum import Curriculum, Schedule
 

@@ -11,12 +11,11 @@ from grpo_core import Environment, Prompt
 from grpo_core.app.first_look import first_look, leaks
 from grpo_core.config import EnvironmentConfig, RolloutConfig, RowOptions, ValidationConfig
 from grpo_core.data.files import file as read_file
-from grpo_core.data.rows import RowReader
-from grpo_core.data.sources import ReadRows
+from grpo_core.data.rows import ReadRows, RowReader
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.testing import HostedEnvironment
 from grpo_core.text.rendering import Renderer
-from grpo_core.validation.sets import HeldOut
+from grpo_core.validation.runner import HeldOut
 
 SHOWS_TOOLS = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"

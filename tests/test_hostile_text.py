@@ -23,7 +23,7 @@ from grpo_core.environments.feedback import as_feedback
 from grpo_core.environments.host import EnvironmentHost
 from grpo_core.testing import FakeEngine, FakeEnvironment
 from grpo_core.text.rendering import Renderer
-from grpo_core.text.tool_calls import parse_calls
+from grpo_core.text.response_formats import parse_calls
 from grpo_core.validation.runner import Context
 from grpo_core.validation.strategies import Batched, Greedy, Pipelined
 from grpo_plugin_algorithms.strategies import Majority, PassAtK

@@ -116,7 +116,7 @@ def test_thousands_of_incidents_in_a_step_are_two_events_and_one_number():
     assert heard.incidents[2].message == "call 2999"
     assert metrics == [{"incidents/died": 1.0, "incidents/retried": 3_000.0}] * 2
     died = heard.incidents[1]
-    assert (len(died.message), died.message[-1]) == (2_000, "…")
+    assert 2_000 < len(died.message) < 2_100, "it loses its middle"
     assert len(died.fault.message) < 2_100
     assert len(died.fault.traceback) < 20_100
     assert died.fault.traceback.endswith("end")

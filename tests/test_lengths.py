@@ -17,13 +17,12 @@ from grpo_core.config import EnvironmentConfig, RowOptions, ValidationConfig
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.data.files import file as read_file
 from grpo_core.data.loaders import IndexedLoader
-from grpo_core.data.rows import RowReader
+from grpo_core.data.rows import ReadRows, RowReader
 from grpo_core.data.sizes import UNBOUNDED, size
-from grpo_core.data.sources import ReadRows
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.testing import HostedEnvironment
 from grpo_core.text.rendering import Renderer
-from grpo_core.validation.sets import HeldOut
+from grpo_core.validation.runner import HeldOut
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 

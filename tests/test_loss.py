@@ -153,7 +153,7 @@ def test_without_a_coefficient_the_reference_is_ignored() -> None:
 
 
 def test_a_loss_can_be_imported_and_inspected_without_torch() -> None:
-    modules = "grpo_core.contracts.loss, grpo_core.loop.advantages, grpo_core.training.batching"
+    modules = "grpo_core.contracts.loss, grpo_core.loop.rows, grpo_core.training.batching"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -16,9 +16,8 @@ from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.contracts.protocols import Tool
 from grpo_core.contracts.records import Episode, SampleRequest
 from grpo_core.data.files import file as read_file
-from grpo_core.data.rows import RowReader
+from grpo_core.data.rows import ReadRows, RowReader
 from grpo_core.data.samplers import PromptStream
-from grpo_core.data.sources import ReadRows
 from grpo_core.demo.tiny import write_tokenizer
 from grpo_core.environments.host import EnvironmentHost
 from grpo_core.testing import HostedEnvironment, MemoryLoader, finished

@@ -10,7 +10,7 @@ import pytest
 from grpo_core.contracts.records import Rollout, Segment
 from grpo_core.contracts.tokens import Tokens
 from grpo_core.loop.buffer import Buffer
-from grpo_core.loop.meter import Meter
+from grpo_core.loop.metrics import Meter
 from grpo_core.testing import run
 
 

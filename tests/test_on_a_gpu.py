@@ -24,7 +24,7 @@ from test_trainer import batch, ragged, setup
 from torch.torch_version import TorchVersion
 
 from grpo_core.config import TrainerConfig
-from grpo_core.config.setup import TrainerSetup
+from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.protocols import ParameterGroup
 from grpo_core.demo import tiny

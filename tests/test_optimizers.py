@@ -18,7 +18,7 @@ from test_trainer import setup as plain_setup
 
 from grpo_core.app import preflight
 from grpo_core.config import OptimizerConfig, ParameterGroupConfig, build
-from grpo_core.config.setup import TrainerSetup
+from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.errors import CheckpointError, ConfigError, PluginError
 from grpo_core.demo import tiny
 from grpo_core.loop.schedule import schedule

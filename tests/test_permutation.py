@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.data.permutation import Permutation
+from grpo_core.data.order import Permutation
 
 
 @pytest.mark.long

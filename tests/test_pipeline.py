@@ -33,11 +33,11 @@ from grpo_core.contracts.events import (
 )
 from grpo_core.contracts.incidents import reported_to
 from grpo_core.contracts.records import Completion, Feedback, GenerationRequest, Judgement
-from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.pipeline import Checks, Learning, Pipeline, Playing, Schedule
 from grpo_core.loop.rollout import SamplingParams
+from grpo_core.loop.rows import group as group_advantages
 from grpo_core.loop.versions import Interval
 from grpo_core.processes.aio import Slots
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run

@@ -33,11 +33,11 @@ from grpo_core.contracts.tokens import (
     digest_of,
     fetched,
 )
-from grpo_core.loop.advantages import group as advantages
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.pipeline import Learning, Pipeline, Playing, Schedule
 from grpo_core.loop.rollout import SamplingParams
+from grpo_core.loop.rows import group as advantages
 from grpo_core.loop.rows import make_batch
 from grpo_core.plugins.host import PluginHost
 from grpo_core.processes import secrets

@@ -19,8 +19,7 @@ from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.data.loaders import IndexedLoader, StreamLoader
 from grpo_core.data.positions import fingerprint
 from grpo_core.data.states import packed, unpacked
-from grpo_core.data.streams import loses_state
-from grpo_core.data.trial import compare, read
+from grpo_core.data.streams import compare, loses_state, read
 
 
 class Rows:

@@ -18,7 +18,7 @@ from test_cli import grpo, steps_done
 from test_ranks import ADAPTERS, PLAIN, batches, configured, model, run, same, trained, untied
 from test_trainer import setup
 
-from grpo_core.config.setup import TrainerSetup
+from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.errors import WeightSyncError
 from grpo_core.contracts.records import EngineSetup, GenerationRequest, TensorInfo, TensorPart, Weights
 from grpo_core.engines.local.engine import LocalEngine

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from grpo_core.contracts.errors import PluginError
 from grpo_core.contracts.records import Prompt, SampleRequest
-from grpo_core.data.quotas import Quotas
-from grpo_core.data.samplers import Mix, PromptStream
+from grpo_core.data.samplers import Mix, PromptStream, Quotas
 from grpo_core.testing import MemoryLoader, make_offer
 from grpo_plugin_curriculum.curriculum import Curriculum, Schedule
 from grpo_plugin_curriculum.learnable_prompts import LearnablePrompts

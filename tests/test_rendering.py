@@ -15,7 +15,7 @@ from grpo_core.contracts.errors import ModelError
 from grpo_core.contracts.tokens import as_ids
 from grpo_core.demo.tiny import write_tokenizer
 from grpo_core.text.rendering import INLINE, Renderer
-from grpo_core.text.tool_calls import parse_calls
+from grpo_core.text.response_formats import parse_calls
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 import re
+from pathlib import Path
 
 import pytest
 from attrs import evolve
 from test_pipeline import Run
 
 from grpo_core.contracts.events import WarningRaised
-from grpo_core.contracts.records import Completion, Feedback, Group, Rollout
+from grpo_core.contracts.records import Completion, Feedback, Group, Rollout, RunInfo
+from grpo_core.diagnosis.replies import Diagnosis, Replies
 from grpo_core.loop.health import WINDOW
-from grpo_core.loop.replies import Replies
+from grpo_core.reporting.trackers import call
 from grpo_core.testing import FakeEngine, FakeEnvironment, prompts
 
 # ---------------------------------------------------------------------------------- nothing is learnt
@@ -22,8 +24,17 @@ def judged_run(reward, **options):
     return Run(environment=FakeEnvironment(lambda episode: Feedback(reward=reward(episode))), **options)
 
 
-def warnings(run):
-    return [event for event in run.of(WarningRaised) if event.cause == "rows"]
+def warnings(run, **teacher):
+    """Return the warnings about rows of the tracker, which hears the events of a run."""
+    said = []
+
+    def warn(text, *, cause, step):
+        said.append(WarningRaised(step=step, cause=cause, message=text))
+
+    tracker = Diagnosis(RunInfo(name="run", directory=Path(), config={"teacher": teacher}, warn=warn))
+    for event in run.events:
+        call(tracker, event)
+    return [event for event in said if event.cause == "rows"]
 
 
 def test_a_run_whose_rewards_are_all_equal_says_so_after_five_steps():

@@ -26,9 +26,9 @@ from grpo_core.contracts.records import (
 )
 from grpo_core.contracts.tokens import Tokens
 from grpo_core.engines import wire
-from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.rollout import LostBudget, RolloutRequest, SamplingParams, derive_seed, play
 from grpo_core.loop.rows import check_staleness, make_batch, with_advantages
+from grpo_core.loop.rows import group as group_advantages
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, prompts, run
 from grpo_core.validation.runner import Context
 from grpo_plugin_scale.engines.pool import EnginePool

@@ -16,8 +16,7 @@ from grpo_core.contracts.errors import CheckpointError, ConfigError, PluginError
 from grpo_core.contracts.records import Episode
 from grpo_core.data.files import file as read_file
 from grpo_core.data.loaders import IndexedLoader
-from grpo_core.data.rows import RowReader
-from grpo_core.data.sources import ReadRows, SomePrompts
+from grpo_core.data.rows import ReadRows, RowReader, SomePrompts
 from grpo_core.plugins.host import PluginHost
 
 MANY = 10_000

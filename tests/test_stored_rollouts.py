@@ -18,7 +18,7 @@ from grpo_core.config import Config, TrackingConfig
 from grpo_core.contracts.events import GroupsReady, ValidationPlayed
 from grpo_core.contracts.records import Group, Prompt, Rollout, Segment
 from grpo_core.contracts.tokens import Tokens
-from grpo_core.loop.advantages import group as group_advantages
+from grpo_core.loop.rows import group as group_advantages
 from grpo_core.loop.rows import make_batch, with_advantages
 from grpo_core.reporting import stored
 

@@ -12,7 +12,7 @@ from grpo_core.contracts.tokens import as_ids
 from grpo_core.engines.local.stopping import StopStrings
 from grpo_core.text.decoding import added
 from grpo_core.text.rendering import Renderer
-from grpo_core.text.tool_calls import parse_calls
+from grpo_core.text.response_formats import parse_calls
 
 IDS = st.lists(st.integers(5, 340), max_size=12)
 

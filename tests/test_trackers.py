@@ -38,7 +38,7 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.reporting import files, trackers
 from grpo_core.reporting import stored as stored_files
 from grpo_core.reporting.room import DiskRoom
-from grpo_core.reporting.selection import check_trackers, make_trackers
+from grpo_core.reporting.trackers import check_trackers, make_trackers
 from grpo_core.reporting.verification import Files
 from grpo_core.storage.run_directory import RunDirectory
 
@@ -499,7 +499,7 @@ def checked(*settings):
     [
         (
             ['tracking.trackers=["file"]'],
-            r"no tracker 'file'\. Did you mean 'files'\? Installed: core:f",
+            r"no tracker 'file'\. Did you mean 'files'\? Installed: core:diagnosis, core:f",
         ),
         (["tracking.files.zip=true"], "tracker 'files' .* has no option 'zip'"),
         (["tracking.fils.compress=true"], r"tracking\.trackers does not select\. Did you mean 'files'\?"),
@@ -520,7 +520,7 @@ def test_the_report_is_left_out_where_no_plugin_offers_it(tmp_path, plugin, more
     made = make_trackers(Config(), host, lambda name: run.info(Config(), None))
     for tracker in made.values():
         tracker.close()
-    assert [*made] == ["files", "terminal", *more]
+    assert [*made] == ["files", "terminal", *more, "diagnosis"]
     checked('tracking.trackers=["files", "*"]')
 
 

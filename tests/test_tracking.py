@@ -34,8 +34,7 @@ from grpo_core.contracts.events import (
 )
 from grpo_core.contracts.records import Group, Prompt, Rollout, RunInfo, Segment
 from grpo_core.contracts.tokens import Tokens
-from grpo_core.reporting.stages import Now
-from grpo_core.reporting.terminal import TerminalTracker, sparkline
+from grpo_core.reporting.terminal import Now, TerminalTracker, sparkline
 from grpo_core.reporting.trackers import call
 from grpo_core.storage.run_directory import RunDirectory
 from grpo_core.testing import make_offer, prompts

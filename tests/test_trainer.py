@@ -36,7 +36,7 @@ from grpo_core.config import (
     ValidationConfig,
     build,
 )
-from grpo_core.config.setup import TrainerSetup
+from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.errors import CheckpointError, ConfigError, ModelError, PluginError, TrainerError
 from grpo_core.contracts.loss import needs_of
 from grpo_core.contracts.records import Batch, Feedback, Group, Prompt, Rollout, Row, Segment, Weights

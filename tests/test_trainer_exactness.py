@@ -15,7 +15,7 @@ from test_pipeline import Run
 from torch import Tensor
 
 from grpo_core.config import LossConfig, ModelConfig, TrainerConfig
-from grpo_core.config.setup import TrainerSetup
+from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.protocols import Trainer
 from grpo_core.contracts.records import (
     Batch,

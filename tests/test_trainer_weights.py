@@ -16,7 +16,7 @@ from test_trainer import batch, ragged, row, same, save
 from torch.distributed.tensor import DTensor
 
 from grpo_core.config import ModelConfig, build
-from grpo_core.config.setup import TrainerSetup
+from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.demo import tiny
 from grpo_core.plugins.host import PluginHost

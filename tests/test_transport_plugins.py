@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from killing import GRPO
+from parts_kept import check_transport
 
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.workers import transport
@@ -16,7 +17,6 @@ from grpo_core.config import EngineConfig
 from grpo_core.contracts.errors import GrpoError, PluginError
 from grpo_core.plugins import transports
 from grpo_core.plugins.host import PluginHost
-from grpo_plugin_devkit.transports import check_transport
 
 PLUGIN = """
 import json, os
@@ -136,9 +136,6 @@ def test_the_transports_of_the_project_keep_their_contract(name):
 @pytest.mark.long
 def test_a_transport_of_a_plugin_is_checked(installed):
     check_transport("spool")
-    done = subprocess.run([GRPO, "check", "spool"], cwd=installed, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 passed, 0 failed" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -148,7 +145,7 @@ def test_a_transport_of_a_plugin_is_checked(installed):
         ("bytearray(file.read())", "bytearray(b'!' + file.read()[1:])", "checksum"),
     ],
 )
-def test_a_transport_that_breaks_its_contract_is_found(installed, right, wrong, told):
+def test_a_transport_that_is_not_read_as_written_is_refused(installed, right, wrong, told):
     assert right in WEIGHTS
     (installed / "site" / "spool_weights.py").write_text(WEIGHTS.replace(right, wrong))
     with pytest.raises((AssertionError, GrpoError), match=re.escape(told)):

@@ -19,7 +19,7 @@ from grpo_core.app.launch import check_config, configure
 from grpo_core.contracts.errors import PluginError
 from grpo_core.contracts.records import Group, Rollout, Row, Segment
 from grpo_core.contracts.tokens import Tokens
-from grpo_core.loop import advantages
+from grpo_core.loop import rows
 from grpo_core.loop.rows import make_batch, with_advantages
 from grpo_core.testing import HostedEnvironment
 from grpo_core.training.microbatch import collate
@@ -145,7 +145,7 @@ def test_one_advantage_of_a_rollout_replaces_those_of_its_turns() -> None:
     groups = [group_of(a_rollout([1.0, 0.0], [2, 3]), a_rollout([0.0, 0.0], [1, 1]))]
     by_turn = with_advantages(groups, methods.turns)
     assert by_turn[0].rollouts[0].token_advantages is not None
-    assert with_advantages(by_turn, advantages.group) == with_advantages(groups, advantages.group)
+    assert with_advantages(by_turn, rows.group) == with_advantages(groups, rows.group)
     assert with_advantages(by_turn, lambda groups: [[None, None]])[0].rollouts[0].token_advantages is None
 
 

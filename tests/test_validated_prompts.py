@@ -19,7 +19,7 @@ from grpo_core.processes.aio import Slots
 from grpo_core.reporting.terminal import TerminalTracker
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer
 from grpo_core.validation.results import as_line, table
-from grpo_core.validation.sets import HeldOut
+from grpo_core.validation.runner import HeldOut
 from grpo_plugin_report.curves import tasks_of
 
 

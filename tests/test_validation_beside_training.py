@@ -14,18 +14,17 @@ from simulation.runs import Simulation
 from grpo_core.contracts.errors import EngineError, PluginError, WeightSyncError
 from grpo_core.contracts.events import Dispatched, GroupFinished, GroupsReady, StepEnded, Synced, Validated
 from grpo_core.contracts.records import Prompt, SampleRequest
-from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.laws import Laws
 from grpo_core.loop.pipeline import Checks, Learning, Pipeline, Playing, Schedule
 from grpo_core.loop.rollout import SamplingParams
+from grpo_core.loop.rows import group as group_advantages
 from grpo_core.loop.versions import Interval
 from grpo_core.reporting.files import plain
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, run
 from grpo_core.testing.fakes import FakePrompts
-from grpo_core.validation.engine import DedicatedValidator, WeightsTrackingEngine
-from grpo_core.validation.runner import Context, run_strategy
+from grpo_core.validation.runner import Context, DedicatedValidator, WeightsTrackingEngine, run_strategy
 from grpo_core.validation.strategies import Batched, Pipelined
 from grpo_plugin_algorithms.strategies import PassAtK
 

@@ -26,7 +26,7 @@ from grpo_core.processes.aio import Slots
 from grpo_core.reporting.stored import stored_rollouts
 from grpo_core.reporting.verification import verified
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, run
-from grpo_core.validation.sets import HeldOut
+from grpo_core.validation.runner import HeldOut
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 SORT = {"tasks": {"sort": {"env": "math:sort"}}}

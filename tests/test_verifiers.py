@@ -16,9 +16,8 @@ import pytest
 
 from grpo_core.config import EnvironmentConfig
 from grpo_core.contracts.errors import EngineError
-from grpo_core.contracts.limits import Limits
 from grpo_core.contracts.playing import Play, PlayerSetup
-from grpo_core.contracts.records import Prompt, Weights
+from grpo_core.contracts.records import Limits, Prompt, Weights
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.testing import FakeEngine, FakeRenderer

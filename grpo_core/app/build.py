@@ -52,25 +52,23 @@ from grpo_core.data.samplers import PromptStream
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer, BufferStatistics
 from grpo_core.loop.endings import GOAL_REACHED, Failure, Goal
+from grpo_core.loop.health import Trend
 from grpo_core.loop.metrics import validation_metrics
 from grpo_core.loop.pipeline import Pipeline, Save, Validate, Watch, Written
 from grpo_core.loop.retention import Retention
 from grpo_core.loop.timeline import Timeline, taken_down
-from grpo_core.loop.trend import Trend
 from grpo_core.loop.versions import Interval
 from grpo_core.models.files import chat_template
 from grpo_core.models.fitting import check_files
 from grpo_core.processes.aio import gather
 from grpo_core.processes.garbage import spare_the_collector
 from grpo_core.reporting.room import DiskRoom
-from grpo_core.reporting.selection import make_trackers
-from grpo_core.reporting.trackers import Trackers
+from grpo_core.reporting.trackers import Trackers, make_trackers
 from grpo_core.storage.planes import check_reader
 from grpo_core.storage.published import Published
 from grpo_core.storage.run_directory import RunDirectory, metrics_rows
 from grpo_core.text.rendering import Renderer
-from grpo_core.validation.engine import DedicatedValidator, WeightsTrackingEngine
-from grpo_core.validation.sets import Validation
+from grpo_core.validation.runner import DedicatedValidator, Validation, WeightsTrackingEngine
 
 Loaders = Mapping[str, LookAhead]
 """Loaders of prompts by task."""

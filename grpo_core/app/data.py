@@ -14,22 +14,24 @@ from attrs import define, evolve, field, fields_dict, frozen
 from grpo_core.config import RowOptions, TaskConfig
 from grpo_core.contracts.errors import ConfigError, PluginError, did_you_mean, wrong_input
 from grpo_core.contracts.records import Prompt
-from grpo_core.data.choice import DataChoice, check_there, choose
 from grpo_core.data.files import Ranges, check_apart
 from grpo_core.data.leakage import digest
 from grpo_core.data.loaders import Convert, IndexedLoader, LookAhead, StreamLoader, Thread, converted
-from grpo_core.data.permutation import some
+from grpo_core.data.order import some
 from grpo_core.data.rows import (
+    DataChoice,
+    ReadRows,
     RowReader,
+    SomePrompts,
+    check_there,
+    choose,
     ignore_warnings_of_torchdata,
     is_at_hand,
     is_sized,
     raised,
     readable,
 )
-from grpo_core.data.sources import ReadRows, SomePrompts
-from grpo_core.data.streams import loses_state
-from grpo_core.data.trial import Tried, compare, on_itself, read, read_elsewhere
+from grpo_core.data.streams import Tried, compare, loses_state, on_itself, read, read_elsewhere
 from grpo_core.plugins.host import PluginHost
 
 AT_ONCE = 1000

@@ -11,13 +11,12 @@ from grpo_core.config import RolloutConfig
 from grpo_core.contracts.errors import ConfigError, ControlInText, GrpoError, ModelError, PluginError
 from grpo_core.contracts.records import Episode, Prompt
 from grpo_core.data.leakage import digest, leaked
-from grpo_core.data.rows import missing
-from grpo_core.data.sources import ReadRows, SomePrompts
+from grpo_core.data.rows import ReadRows, SomePrompts, missing
 from grpo_core.environments.feedback import BAD_REWARD
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.text.conventions import REPLIES, WITH_CALLS, misread
 from grpo_core.text.rendering import Renderer, Tools
-from grpo_core.validation.sets import HeldOut
+from grpo_core.validation.runner import HeldOut
 
 SOLVED = 16
 """Number of prompts of each task whose solutions are measured."""

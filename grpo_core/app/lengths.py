@@ -16,10 +16,10 @@ from grpo_core.contracts.errors import ConfigError, ControlInText, ModelError
 from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.records import Prompt
 from grpo_core.data.loaders import LookAhead
+from grpo_core.data.rows import ReadRows
 from grpo_core.data.sizes import sizes
-from grpo_core.data.sources import ReadRows
 from grpo_core.text.rendering import INLINE, Renderer, Tools
-from grpo_core.validation.sets import HeldOut
+from grpo_core.validation.runner import HeldOut
 
 LOOKED_AT = 200
 """Number of a task's longest prompts to encode for a warning."""

@@ -33,8 +33,7 @@ from grpo_core.reporting.files import metrics_line
 from grpo_core.reporting.stored import write_validation
 from grpo_core.storage.run_directory import CONFIG
 from grpo_core.text.rendering import Renderer
-from grpo_core.validation.runner import Results
-from grpo_core.validation.sets import HeldOut
+from grpo_core.validation.runner import HeldOut, Results
 
 
 @frozen(kw_only=True)

@@ -14,8 +14,7 @@ from attrs import evolve, frozen
 from grpo_core.app import workers
 from grpo_core.app.placement import Placement
 from grpo_core.config import Config, EngineConfig, TrainerConfig, ValidationConfig
-from grpo_core.config.generation import RolloutConfig
-from grpo_core.config.setup import TrainerSetup
+from grpo_core.config.run import RolloutConfig, TrainerSetup
 from grpo_core.contracts import protocols
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.events import Event
@@ -35,7 +34,6 @@ from grpo_core.data.loaders import LookAhead
 from grpo_core.data.samplers import FunctionSampler, draws_itself
 from grpo_core.environments.budget import ErrorBudget, failures_of_calls
 from grpo_core.environments.pool import EnvironmentPool
-from grpo_core.loop.advantages import Clipped
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.canary import LENGTH
@@ -44,6 +42,7 @@ from grpo_core.loop.endings import TimeLimit
 from grpo_core.loop.health import Thresholds
 from grpo_core.loop.pipeline import Checks, Learning, ObserveAttempt, Playing, Schedule
 from grpo_core.loop.rollout import LostBudget, SamplingParams
+from grpo_core.loop.rows import Clipped
 from grpo_core.loop.versions import Interval
 from grpo_core.models.files import chat_template
 from grpo_core.plugins.configured import model_section
@@ -53,8 +52,7 @@ from grpo_core.processes.aio import UNLIMITED, Slots
 from grpo_core.processes.cores import thread_count
 from grpo_core.storage.published import Published
 from grpo_core.text.rendering import Renderer
-from grpo_core.validation.runner import Context
-from grpo_core.validation.sets import HeldOut, Measured, Validation
+from grpo_core.validation.runner import Context, HeldOut, Measured, Validation
 
 SYNC_GRACE = 15.0
 """Extra seconds for an engine's own deadlines, and to end a process that does not answer."""
@@ -389,7 +387,6 @@ class Parts:
                 "clip_fraction_low": Thresholds(*config.clip_fraction),
                 "clip_fraction_high": Thresholds(*config.clip_fraction),
             },
-            taught_by_rewards="teacher" not in self.needs,
             correction=", ".join(
                 f"loss.options.{name} = {value!r}" for name, value in self.config.loss.options.items()
             ),

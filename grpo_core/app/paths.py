@@ -15,7 +15,7 @@ from grpo_core.app.target import teacher_model
 from grpo_core.config import Config, PluginChoice, ValidationSetConfig
 from grpo_core.contracts.errors import GrpoError
 from grpo_core.contracts.records import SectionValues, name_of_class
-from grpo_core.data.choice import is_path
+from grpo_core.data.rows import is_path
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.installed import in_file
 from grpo_core.plugins.paths import absolute

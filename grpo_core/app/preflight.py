@@ -40,7 +40,7 @@ from grpo_core.plugins.configured import model_section
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.offers import Selected
 from grpo_core.processes.interpreters import Interpreter, from_here
-from grpo_core.reporting.selection import check_trackers
+from grpo_core.reporting.trackers import check_trackers
 from grpo_core.storage.planes import check_reader
 from grpo_core.text.response_formats import check_response_format
 

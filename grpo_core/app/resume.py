@@ -22,8 +22,8 @@ from grpo_core.contracts.errors import ConfigError, shortened
 from grpo_core.data.samplers import load_plugin_state
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import BufferStatistics
+from grpo_core.loop.checkpoint import SavedPipeline, SavedRun
 from grpo_core.loop.endings import GOAL_REACHED, Goal
-from grpo_core.loop.saved import SavedPipeline, SavedRun
 from grpo_core.loop.schedule import KEYS as SCHEDULE
 from grpo_core.loop.schedule import rate
 from grpo_core.models.files import directory_here, published_dtype

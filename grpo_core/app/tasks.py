@@ -20,11 +20,11 @@ from grpo_core.contracts.errors import ConfigError, PluginError, SelectionError,
 from grpo_core.contracts.playing import Player, PlayerSetup
 from grpo_core.contracts.records import Prompt
 from grpo_core.data.loaders import LookAhead
-from grpo_core.data.sources import known_of
+from grpo_core.data.rows import known_of
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.plugins.host import PluginHost
 from grpo_core.processes.aio import gather
-from grpo_core.validation.sets import HeldOut
+from grpo_core.validation.runner import HeldOut
 
 FIRST = 64
 """Number of prompts that commands without training read from a dataloader."""

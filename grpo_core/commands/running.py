@@ -14,7 +14,7 @@ from grpo_core.app import build, measuring
 from grpo_core.app.launch import RUNS, continued, new_run, tasks_of
 from grpo_core.commands.complaints import NEXT, complain, say, to_a_reader
 from grpo_core.config import check_settings, merge, parse_settings, read_toml
-from grpo_core.config.setup import steps_of_profile
+from grpo_core.config.run import steps_of_profile
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.loop.endings import GOAL_REACHED
 from grpo_core.plugins.hints import install_command

@@ -1,9 +1,12 @@
-"""Reads configurations from TOML files and settings, and writes them."""
+"""Reads configurations from TOML files and settings, describes their problems, and writes them."""
 
 from __future__ import annotations
 
 import functools
+import json
+import re
 import tomllib
+import types
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -13,13 +16,153 @@ from typing import Any, TypeVar
 import attrs
 import cattrs
 
-from grpo_core.config.problems import out_of_range, problems
-from grpo_core.config.run import Config
+from grpo_core.config.run import CUTS, NAMED, TASK_NAME, Config
 from grpo_core.config.sections import NO_SECTIONS, PluginSections, keys_of
-from grpo_core.contracts.errors import ConfigError
+from grpo_core.contracts.errors import ALIASES, ConfigError, did_you_mean
 from grpo_core.contracts.records import SectionValues, name_of_class
+from grpo_core.contracts.typed import wrong
 from grpo_core.models.files import taken_elsewhere
 from grpo_core.text.credentials import secrets_in
+
+# ---------------------------------------------------------------------------------- older keys
+
+OLD = ("source", "dataloader", "dataloader_options")
+"""Keys of a task or of a validation set that `data` and `data_options` replace."""
+
+
+def new_lines(where: str, table: Mapping[str, Any]) -> str:
+    """Return an error with the lines that replace the old keys of a table, or "" if it has none."""
+    old = [key for key in OLD if key in table]
+    if not old:
+        return ""
+    source = table.get("source", {})
+    source = dict(source) if isinstance(source, Mapping) else {}
+    path, held_out = _data(source.pop("path", "")), _data(source.pop("validation_path", ""))
+    data = table.get("dataloader", path)
+    if where.startswith("validation.sets."):
+        data, held_out = held_out or data, ""
+    dropped = [key for key in ("where", "workers") if source.pop(key, None)]
+    options = {**source, **dict(table.get("dataloader_options", {}))}
+    lines = [f"[{where}]", *(f"{key} = {json.dumps(table[key])}" for key in ("env", "task") if key in table)]
+    lines += [f"data = {json.dumps(data)}"] if data else []
+    lines += [f"validation_data = {json.dumps(held_out)}"] if held_out else []
+    if options:
+        lines += [f"[{where}.data_options]", *(f"{key} = {_value(value)}" for key, value in options.items())]
+    names = " and ".join(f"{where}.{key}" for key in old)
+    more = (
+        f"\n{' and '.join(dropped)} cannot be written here: a dataloader of a few lines selects rows and "
+        "reads in parallel (docs/first-dataloader.md)"
+        if dropped
+        else ""
+    )
+    return f"{names}: `data` names the prompts of a task now; write\n" + "\n".join(lines) + more
+
+
+def _data(path: Any) -> str:
+    """Return the text of ``data`` for a path of ``source``, which may be a hub id."""
+    path = str(path)
+    return f"hub:{path}" if path and not Path(path).suffix and not Path(path).exists() else path
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {_value(each)}" for key, each in value.items()) + " }"
+    return json.dumps(value, default=str)
+
+
+# ---------------------------------------------------------------------------------- problems
+
+
+def problems(kind: Any, value: Any, where: str, sections: PluginSections = NO_SECTIONS) -> Iterable[str]:
+    """Describe the problems of a value: unknown or missing keys, and wrong types."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if value is not None:
+            yield from problems(next(k for k in arguments if k is not types.NoneType), value, where, sections)
+    elif isinstance(kind, type) and attrs.has(kind):
+        yield from _table_problems(kind, value, where, sections)
+    elif origin is dict and isinstance(value, Mapping):
+        if where in NAMED:
+            for name in (name for name in value if not re.fullmatch(TASK_NAME, name)):
+                yield (
+                    f"configuration key {where!r}: the name {name[:80]!r} of a {NAMED[where]} must be 1 to "
+                    "64 letters, digits and the characters . _ -"
+                )
+        for key, item in value.items():
+            yield from problems(arguments[1], item, f"{where}.{key}")
+    else:
+        yield from (_expected(*each) for each in wrong(value, kind, where, _is_of))
+
+
+def _table_problems(kind: type, value: Any, where: str, sections: PluginSections) -> Iterable[str]:
+    if not isinstance(value, Mapping):
+        yield _expected(where, "a table", value)
+        return
+    known = sections.known(kind, where)
+    prefix = f"{where}." if where else ""
+    renamed = new_lines(where, value) if "data_options" in known else ""
+    if renamed:
+        yield renamed
+    for key, item in value.items():
+        if renamed and key in OLD:
+            continue
+        if key in known:
+            yield from problems(known[key], item, prefix + key, sections)
+        elif distribution := sections.install.get(prefix + key):
+            yield f"configuration key {prefix + key!r} is not installed: pip install {distribution}"
+        else:
+            yield f"unknown configuration key {prefix + key!r}.{_nearest(key, known, prefix, sections)}"
+    for key, attribute in attrs.fields_dict(kind).items():
+        if attribute.default is attrs.NOTHING and key not in value:
+            yield f"configuration key {prefix + key!r} is missing"
+
+
+def _nearest(key: str, known: Mapping[str, Any], prefix: str, sections: PluginSections) -> str:
+    """Return a hint at the key that was meant: a similar one, or one of that name in a section."""
+    if prefix == "rollout." and key in CUTS:
+        return (
+            " Training samples from the whole distribution, because its logprobs are over all tokens; "
+            f"validation.{key} is for validation"
+        )
+    if meant := ALIASES.get(key):
+        return f" Did you mean {meant!r}?"
+    inside = [
+        f"{section}.{key}"
+        for section, kind in sections.known(Config, "").items()
+        if attrs.has(kind) and key in sections.known(kind, section)
+    ]
+    near = did_you_mean(key, set(known))
+    if inside and (prefix.count(".") == 1 or not near):
+        return f" Did you mean {' or '.join(map(repr, inside))}?"
+    if near or "options" not in known:
+        return near
+    return f" An option of a plugin is written {f'{prefix}options.{key}'!r}."
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Return whether a value of TOML is of a type; a whole number may be written as 1e3."""
+    if kind not in (int, float) or isinstance(value, bool):
+        return kind in (bool, str) and isinstance(value, kind)
+    number = isinstance(value, int | float) and value == value
+    return number and (kind is float or float(value).is_integer())
+
+
+def _expected(where: str, expected: str, value: Any) -> str:
+    return f"configuration key {where!r}: expected {expected}, got {value!r}"
+
+
+def out_of_range(error: BaseException, where: str) -> Iterable[str]:
+    """The leaves of cattrs' exception group, each with its section."""
+    if not isinstance(error, cattrs.BaseValidationError):
+        yield f"configuration key {where!r}: {error}" if where else f"configuration: {error}"
+        return
+    for inner in error.exceptions:
+        names = [getattr(note, "name", None) for note in getattr(inner, "__notes__", ())]
+        place = ".".join(filter(None, [where, *(name for name in names if isinstance(name, str))]))
+        yield from out_of_range(inner, place)
+
+
+# ---------------------------------------------------------------------------------- reading and writing
 
 T = TypeVar("T")
 

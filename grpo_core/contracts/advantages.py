@@ -2,7 +2,7 @@
 
 Each function takes plain numbers: the rewards of the rollouts of one group, or of all groups of a step, as
 lists.  A reward of None is left out of means, and its advantage is None.  Equal rewards (see ``equal``)
-have advantage 0 exactly.  ``grpo_core.loop.advantages`` offers the same formulas to the configuration.
+have advantage 0 exactly.  ``grpo_core.loop.rows`` offers the same formulas to the configuration.
 """
 
 from __future__ import annotations

@@ -278,7 +278,7 @@ def traceback_of(error: BaseException, mask: Callable[[str], str] = str) -> str:
 def shown(value: Any) -> str:
     """Format a plugin's value for a message: the beginning of its ``repr``, which may be long or raise."""
     try:
-        return cut(_SHORT.repr(value), 200)
+        return shortened(_SHORT.repr(value), 200)
     except Exception as failure:
         return f"<{type(value).__name__}: its repr raised {type(failure).__name__}>"
 
@@ -288,24 +288,20 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
 
 
 def shortened(text: str, most: int = 2000) -> str:
-    """Cut the middle out of a text with more than ``most`` characters."""
+    """Cut a text with more than ``most`` characters: a line at its end, a longer text in its middle."""
     if len(text) <= most:
         return text
+    if most < 500:
+        return f"{text[: most - 1]}…"
     return f"{text[: most // 2]} [... {len(text) - most:,} characters ...] {text[-most // 2 :]}"
 
 
-def cut(text: str, most: int) -> str:
-    """Cut off the end of a text with more than ``most`` characters."""
-    return text if len(text) <= most else text[: most - 1] + "…"
-
-
-def one_line(error: BaseException, longest: int = 300) -> str:
+def one_line(error: BaseException) -> str:
     """The first lines of a message that grpo-core did not write, joined and shortened to one.
 
     Torch appends advice and stacks of C++ to its messages; the traceback has all of it.
     """
-    said = " ".join(str(error).split())
-    return said if len(said) <= longest else f"{said[:longest]}..."
+    return shortened(" ".join(str(error).split()), 300)
 
 
 _NO_MEMORY = (

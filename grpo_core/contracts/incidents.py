@@ -16,7 +16,7 @@ from typing import Literal
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core.contracts.errors import Fault, cut
+from grpo_core.contracts.errors import Fault, shortened
 from grpo_core.contracts.unicode import well_formed
 
 IncidentKind = Literal[
@@ -70,7 +70,7 @@ WORDS: Mapping[str, str] = {
 }
 """Names of the kinds for people."""
 MESSAGE = 2_000
-"""Largest number of characters of a message."""
+"""Number of characters from which a message loses its middle."""
 EVERY = 10.0
 """Seconds between two events of one kind and component within a step."""
 LINE, LINE_EVERY = 300, 60.0
@@ -108,7 +108,7 @@ _receive: ContextVar[Receive] = ContextVar("receiver of incidents", default=_to_
 
 def report(kind: IncidentKind, component: str, message: str, *, fault: Fault | None = None) -> None:
     """Report a fault that was survived; call it on the event loop of the run."""
-    said = well_formed(cut(message, MESSAGE))
+    said = well_formed(shortened(message, MESSAGE))
     _receive.get()(Incident(kind=kind, component=component, message=said, fault=fault))
 
 
@@ -211,8 +211,8 @@ class Lines:
         if said is not None and now - said < LINE_EVERY:
             return ""
         since, self._said[key] = self._since.pop(key), now
-        text = " ".join(message.split())
-        return f"{component}: {cut(text, LINE)}" + (f" ({since} more times)" if said is not None else "")
+        more = "" if said is None else f" ({since} more times)"
+        return f"{component}: {shortened(' '.join(message.split()), LINE)}{more}"
 
 
 def lines_of_incidents(status: Callable[[str], None]) -> Callable[[Incident], None]:

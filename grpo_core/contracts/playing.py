@@ -11,7 +11,6 @@ from attrs import field, frozen
 from grpo_core.contracts.completions import check_completions
 from grpo_core.contracts.errors import EngineError
 from grpo_core.contracts.incidents import report
-from grpo_core.contracts.limits import Limits
 from grpo_core.contracts.protocols import Engine, Renderer
 from grpo_core.contracts.records import (
     AgentClient,
@@ -20,6 +19,7 @@ from grpo_core.contracts.records import (
     Feedback,
     GenerationRequest,
     Judgement,
+    Limits,
     Prompt,
     Recording,
     SessionStart,

@@ -23,6 +23,41 @@ if TYPE_CHECKING:
 
     from grpo_core.contracts.tokens import Ids, Tokens
 
+
+@frozen(kw_only=True)
+class Limits:
+    """The limits at which a rollout ends, even if its environment or agent would continue."""
+
+    max_tokens: int
+    """Largest number of tokens of one completion."""
+    max_turns: int
+    """Largest number of completions."""
+    context: int
+    """Largest number of tokens that the model, and the engine, have positions for."""
+    max_total_tokens: int = 0
+    """Largest number of tokens that the model reads at once; 0 takes all positions."""
+    max_tool_calls: int = 0
+    """Largest number of tool calls; 0 means no limit."""
+
+    def room(self, tokens: int) -> int:
+        """Return how many tokens may follow the first ``tokens``."""
+        return min(self.max_total_tokens or self.context, self.context) - tokens
+
+    def met(self, *, turns: int, tool_calls: int, tokens: int) -> EndReason | None:
+        """Return the limit that forbids another turn, or None.
+
+        Args:
+            turns: number of completions so far.
+            tool_calls: number of tool calls so far.
+            tokens: number of tokens that the model would read.
+        """
+        if turns >= self.max_turns:
+            return "turns"
+        if self.max_tool_calls and tool_calls > self.max_tool_calls:
+            return "tool_calls"
+        return "tokens" if self.room(tokens) <= 0 else None
+
+
 T = TypeVar("T")
 Default = TypeVar("Default")
 PromptT = TypeVar("PromptT")
@@ -525,7 +560,7 @@ class EngineLoad:
     """Whether the trainer computes on the engine's GPU."""
 
 
-def _unheard(said: object) -> None:
+def _unheard(*said: object, **more: object) -> None:
     """Do nothing: there is no run."""
 
 
@@ -543,8 +578,9 @@ class RunInfo:
     """The step that the run continues from; None for a new run."""
     measured: int | None = None
     """The newest version that was validated before that step was saved; a later one is validated again."""
-    warn: Callable[[str], None] = field(default=_unheard, eq=False, repr=False)
-    """Shows a warning and records it; may be called on any thread, as may the next two."""
+    warn: Callable[..., None] = field(default=_unheard, eq=False, repr=False)
+    """``warn(text, cause=..., step=...)`` shows a warning and records it; without more arguments its cause is
+    the tracker, and its step the newest one.  May be called on any thread, as may the next two."""
     stop: Callable[[str], None] = field(default=_unheard, eq=False, repr=False)
     """Ends the run after its step, with a checkpoint, for a reason that the end of the run names."""
     set_metrics: Callable[[Mapping[str, float]], None] = field(default=_unheard, eq=False, repr=False)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from grpo_core.contracts.errors import CheckpointError, ConfigError, cut
+from grpo_core.contracts.errors import CheckpointError, ConfigError, shortened
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ def checked(value: Any, kind: Any, where: str = "") -> Any:
         where: the value's key.
     """
     for place, expected, found in wrong(value, kind, where):
-        raise ValueError(f"{place or 'it'} is {cut(json.dumps(found), LONGEST)}; expected {expected}")
+        raise ValueError(f"{place or 'it'} is {shortened(json.dumps(found), LONGEST)}; expected {expected}")
     return value
 
 

@@ -26,8 +26,7 @@ from grpo_core.contracts.records import Prompt
 from grpo_core.data.order import ShuffledOrder
 from grpo_core.data.positions import Fingerprint, difference, fingerprint
 from grpo_core.data.repeats import Beginnings, Ids
-from grpo_core.data.rows import RowReader, plain, raised, readable
-from grpo_core.data.sources import RawRows, ReadRows
+from grpo_core.data.rows import RawRows, ReadRows, RowReader, plain, raised, readable
 from grpo_core.data.states import packed
 from grpo_core.data.streams import EVERY, Mark, Saved, Stream, loses_state, refusal, resumed
 from grpo_core.data.workers import readers_of

@@ -13,6 +13,7 @@ from typing import Any
 
 from attrs import frozen
 
+from grpo_core.contracts.errors import shortened
 from grpo_core.contracts.records import Prompt
 
 SHOWN = 60
@@ -82,7 +83,7 @@ def _text(entry: Sequence[str] | None) -> str:
 
 def _shown(value: Any) -> str:
     text = value if isinstance(value, str) else repr(value) if _is_plain(value) else type(value).__name__
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+    return shortened(text, SHOWN)
 
 
 def _is_plain(value: Any) -> bool:

@@ -8,7 +8,7 @@ from attrs import evolve
 
 from grpo_core.app.model_sources import SolvingEnvironment
 from grpo_core.contracts.records import Episode, Message, Prompt
-from grpo_core.text.tool_calls import assistant_message
+from grpo_core.text.response_formats import assistant_message
 
 MOST = 5000
 """Largest number of prompts of all tasks together."""

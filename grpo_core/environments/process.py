@@ -46,9 +46,8 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
 from grpo_core.processes import secrets
 from grpo_core.processes.aio import RestartBudget, Slots, gather
-from grpo_core.processes.child import Child
+from grpo_core.processes.child import Child, ThreadChild
 from grpo_core.processes.interpreters import Interpreter, from_here, variables_of
-from grpo_core.processes.thread import ThreadChild
 from grpo_core.text.credentials import Mask
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Tools of a model: their schemas, and the execution of calls from ``grpo_core.text.tool_calls``."""
+"""Tools of a model: their schemas, and the execution of calls from ``grpo_core.text.response_formats``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_core.contracts.errors import PluginError, describe, message_of, shortened
+from grpo_core.contracts.errors import PluginError, describe, message_of, shortened, shown
 from grpo_core.contracts.protocols import Tool
 from grpo_core.contracts.records import Message
 from grpo_core.contracts.unicode import well_formed
@@ -61,12 +61,12 @@ class Toolbox:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         if not name:
             raise ToolError(
-                f"not a call: {_short(arguments)}; expected a JSON object with a name and arguments"
+                f"not a call: {shown(arguments)}; expected a JSON object with a name and arguments"
             )
         if name not in self._tools:
-            raise ToolError(f"there is no tool {_short(name)}; there is {', '.join(self._tools) or 'none'}")
+            raise ToolError(f"there is no tool {shown(name)}; there is {', '.join(self._tools) or 'none'}")
         if not isinstance(arguments, Mapping):
-            raise ToolError(f"the arguments of {name} are {_short(arguments)}, expected a JSON object")
+            raise ToolError(f"the arguments of {name} are {shown(arguments)}, expected a JSON object")
         tool = self._tools[name]
         parameters = self._schemas[name]["function"]["parameters"]
         if isinstance(tool, Tool):
@@ -79,7 +79,7 @@ class Toolbox:
                 raise ToolError(f"{name}: {error}") from None
         for key, value in arguments.items():
             if problem := _mismatch(parameters.get("properties", {}).get(key, {}), value):
-                raise ToolError(f"{name}: argument {key!r} is {_short(value)}, expected {problem}")
+                raise ToolError(f"{name}: argument {key!r} is {shown(value)}, expected {problem}")
         return tool.call(arguments) if isinstance(tool, Tool) else tool(**arguments)
 
 
@@ -170,8 +170,3 @@ def _mismatch(schema: Mapping[str, Any], value: Any) -> str:
         return ""
     fits = isinstance(value, _TYPES[kind]) and (kind == "boolean" or not isinstance(value, bool))
     return "" if fits else f"{'an' if kind[0] in 'aio' else 'a'} {kind}"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

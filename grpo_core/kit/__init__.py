@@ -49,7 +49,6 @@ A pool of engines (see ``grpo_plugin_scale``):
 A data plane, which keeps the tokens of finished rollouts outside of the run's process:
 
     RemotePlane                 its base class, with its contract
-    fetched                     returns tokens and prompts that are there, with one call to the plane
 
 A source of models:
 
@@ -73,7 +72,7 @@ A player (see ``grpo_plugin_agents``):
     aio                         cancels tasks and waits until they have ended
     orphans                     end all that a program has started, by a variable that it inherits
     import_file, shortened      import a Python file, and cut a long text
-    normalised, MessageError, parsed, numbered, well_formed    read messages and calls that clients write
+    normalised, MessageError, parsed, numbered    read messages and calls that clients write
     thoughts                    a model's thinking in its messages
 
 A client or a server of others:
@@ -81,7 +80,6 @@ A client or a server of others:
     Client, Answer, NotSent, ServiceError   ask a service over HTTP: bounded, without redirects
     said, retried           what a server says, as one line for a message; a call that is repeated
     read_json, read_body    read their data, within limits; raise nothing but ValueError
-    masked                  a text, or data, without the secrets of this process
 
 A section of the configuration:
 
@@ -103,7 +101,7 @@ A command that plays environments, in addition to ``grpo_core.Run``:
     interrupts, merge, PlayingText, TextRenderer   let a person play
     groups_in, prompts_in, as_json           read a file of rollouts, and write a line of one
     leakage, assistant_message               compare prompts, read a reply
-    aio, wrong_input, lines_of_incidents, cut   what commands share
+    aio, wrong_input, lines_of_incidents        what commands share
     AsJson, Flag, Settings, Words            annotations of options of any command
 
 A contract that ``grpo-core check`` tries (see ``grpo_plugin_devkit``):
@@ -193,10 +191,9 @@ if TYPE_CHECKING:
     from grpo_core.config import parse_settings as parse_settings
     from grpo_core.config import read_toml as read_toml
     from grpo_core.config import structured as structured
-    from grpo_core.config.choices import options_of as options_of
     from grpo_core.config.idle import only_with as only_with
+    from grpo_core.config.run import options_of as options_of
     from grpo_core.contracts.completions import check_request as check_request
-    from grpo_core.contracts.errors import cut as cut
     from grpo_core.contracts.errors import shortened as shortened
     from grpo_core.contracts.errors import wrong_input as wrong_input
     from grpo_core.contracts.incidents import Incident as Incident
@@ -208,10 +205,8 @@ if TYPE_CHECKING:
     from grpo_core.contracts.playing import EnvironmentClient as EnvironmentClient
     from grpo_core.contracts.playing import derive_seed as derive_seed
     from grpo_core.contracts.records import Judgement as Judgement
-    from grpo_core.contracts.tokens import fetched as fetched
     from grpo_core.contracts.typed import Count as Count
     from grpo_core.contracts.typed import checked as checked
-    from grpo_core.contracts.unicode import well_formed as well_formed
     from grpo_core.data import leakage as leakage
     from grpo_core.data import states as states
     from grpo_core.data.loaders import LookAhead as LookAhead
@@ -243,6 +238,8 @@ if TYPE_CHECKING:
     from grpo_core.loop import rows as rows
     from grpo_core.loop.agreement import Tolerance as Tolerance
     from grpo_core.loop.checkpoint import fault as fault
+    from grpo_core.loop.health import Fall as Fall
+    from grpo_core.loop.health import Trend as Trend
     from grpo_core.loop.metrics import headline as headline
     from grpo_core.loop.pipeline import Checks as Checks
     from grpo_core.loop.pipeline import Pipeline as Pipeline
@@ -251,8 +248,6 @@ if TYPE_CHECKING:
     from grpo_core.loop.rollout import play as play
     from grpo_core.loop.schedule import rate as rate
     from grpo_core.loop.timeline import during as during
-    from grpo_core.loop.trend import Fall as Fall
-    from grpo_core.loop.trend import Trend as Trend
     from grpo_core.models import files as files
     from grpo_core.models.fitting import ModelFiles as ModelFiles
     from grpo_core.plugins import offers as offers
@@ -281,7 +276,6 @@ if TYPE_CHECKING:
     from grpo_core.processes.client import retried as retried
     from grpo_core.processes.client import said as said
     from grpo_core.processes.secrets import inert as inert
-    from grpo_core.processes.secrets import masked as masked
     from grpo_core.processes.served import RemoteTraceback as RemoteTraceback
     from grpo_core.processes.served import die_with as die_with
     from grpo_core.reporting.stored import as_json as as_json
@@ -298,8 +292,8 @@ if TYPE_CHECKING:
     from grpo_core.text.messages import normalised as normalised
     from grpo_core.text.messages import parsed as parsed
     from grpo_core.text.rendering import Renderer as Renderer
-    from grpo_core.text.tool_calls import assistant_message as assistant_message
-    from grpo_core.text.tool_calls import numbered as numbered
+    from grpo_core.text.response_formats import assistant_message as assistant_message
+    from grpo_core.text.response_formats import numbered as numbered
     from grpo_core.text.untrusted import read_body as read_body
     from grpo_core.text.untrusted import read_json as read_json
     from grpo_core.training import memory as memory

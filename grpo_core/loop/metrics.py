@@ -1,4 +1,4 @@
-"""The metrics of the groups that a step trains, and names of metrics.  Pure.
+"""The metrics of a step: of the groups that it trains, and of the generation since the step before.
 
 A metric's name is ``name``, ``group/name``, ``name/TASK`` or ``validation/TASK/name``; ``name`` contains no
 slash.  In the last form TASK may also be the name of a validation set.
@@ -6,8 +6,10 @@ slash.  In the last form TASK may also be the name of a validation set.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from math import ceil
 from statistics import fmean, pstdev
@@ -18,6 +20,7 @@ from numpy.typing import NDArray
 from grpo_core.contracts.advantages import equal
 from grpo_core.contracts.events import LOOP, Span
 from grpo_core.contracts.records import Group, Prompt, Rollout
+from grpo_core.loop.buffer import BufferStatistics
 from grpo_core.loop.rows import sampled_versions
 
 AT_TIMES = (
@@ -240,3 +243,81 @@ def _tool_failures(rollout: Rollout) -> int:
     """Count the tool answers that report an error."""
     answers = (message.get("content") for message in rollout.messages if message.get("role") == "tool")
     return sum(isinstance(text, str) and text.startswith("error:") for text in answers)
+
+
+# ---------------------------------------------------------------------------------- generation
+
+
+class Meter:
+    """Busy time and token counts between two steps, on the event loop's clock."""
+
+    def __init__(self) -> None:
+        self._running = 0
+        self._busy = 0.0
+        self._since: float | None = None
+        self._tokens = 0
+        self._errors: dict[str, int] = defaultdict(int)
+        self._last = 0.0
+
+    def begin(self) -> None:
+        """Start measuring with the first step."""
+        self._last = self.now()
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Count the time inside this context as busy."""
+        self._running += 1
+        if self._since is None:
+            self._since = self.now()
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if self._running == 0 and self._since is not None:
+                self._busy += self.now() - self._since
+                self._since = None
+
+    def count(self, task: str, rollout: Rollout) -> None:
+        self._tokens += rollout.n_sampled
+        if rollout.error is not None:
+            self._errors[task] += 1
+
+    def read(
+        self, buffer: BufferStatistics, *, trained: Mapping[str, float], waited: float
+    ) -> dict[str, float]:
+        """Return metrics since the last call.
+
+        ``overlap`` is the share of the step's time in which both sides work, if one of them always does.
+        Generated tokens are divided by the time in which rollouts are played, trained tokens by the time in
+        which the trainer computes.
+        """
+        now = self.now()
+        elapsed = max(now - self._last, 1e-9)
+        if self._since is not None:
+            self._busy += now - self._since
+            self._since = now
+        training = trained.get("time/train", 0.0)
+        metrics = {
+            "time/step": elapsed,
+            "time/wait_for_groups": waited,
+            "time/generate": self._busy,
+            "tokens_per_second/generation": self._tokens / self._busy if self._busy else 0.0,
+            "tokens_per_second/training": trained.get("tokens/trained", 0.0) / training if training else 0.0,
+            "overlap": min(max(self._busy + training - elapsed, 0.0) / elapsed, 1.0),
+            "buffer/in_flight": float(buffer.in_flight),
+            "buffer/retrying": float(buffer.retrying),
+            "buffer/ready": float(buffer.ready),
+            "buffer/dispatched": float(buffer.dispatched),
+            "buffer/skipped": float(buffer.skipped),
+            "buffer/filtered": float(buffer.filtered),
+            "buffer/attempts": float(buffer.attempts),
+            **{f"errors/{task}": float(count) for task, count in sorted(self._errors.items())},
+        }
+        self._last, self._busy, self._tokens = now, 0.0, 0
+        self._errors.clear()
+        return metrics
+
+    @staticmethod
+    def now() -> float:
+        """Return the time on the event loop's clock, in seconds."""
+        return asyncio.get_running_loop().time()

@@ -73,9 +73,7 @@ from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.canary import Canaries
 from grpo_core.loop.dynamic import DynamicSampling, Rejection
 from grpo_core.loop.endings import Failure, TimeLimit
-from grpo_core.loop.meter import Meter
-from grpo_core.loop.metrics import left_out, task_metrics, times
-from grpo_core.loop.replies import Replies
+from grpo_core.loop.metrics import Meter, left_out, task_metrics, times
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
 from grpo_core.loop.rows import check_staleness, make_batch, sampled_versions, shaped_rewards, with_advantages
 from grpo_core.loop.saves import Saves
@@ -219,8 +217,6 @@ class Checks:
     """The options of the loss that correct for older weights, as text."""
     uncorrected: str = ""
     """Why nothing corrects for older weights; empty if something does."""
-    taught_by_rewards: bool = True
-    """Whether the loss learns from the advantages of rewards alone."""
     watch: Sequence[Watch] = ()
     """Background watchers; each raises if a process that the run needs has died."""
 
@@ -279,13 +275,11 @@ class Pipeline:
     """Held during a trainer step, and during a validation that pauses training."""
     _meter: Meter = field(init=False, factory=Meter)
     _recent: deque[Mapping[str, float]] = field(init=False, factory=lambda: deque(maxlen=health.WINDOW))
-    _replies: Replies = field(init=False)
     _carried: frozenset[int] = field(init=False, default=frozenset())
     """Slots of the groups that were finished before the run was resumed."""
 
     def __attrs_post_init__(self) -> None:
         self._saves = Saves(self.schedule.save_every, self.schedule.save_seconds)
-        self._replies = Replies(self.checks.taught_by_rewards)
         self.canaries = Canaries(list(self.checks.canary))
 
     # ------------------------------------------------------------------------------ public methods
@@ -647,7 +641,6 @@ class Pipeline:
         findings = health.check_limits(recent, self.checks.limits, self.checks.uncorrected)
         if not carried:
             findings += health.lost_signal(recent, self.checks.correction)
-            findings += self._replies.observe(groups, metrics)
         for finding in findings:
             if finding.fatal and not (carried and isfinite(finding.value)):
                 raise TrainerError(f"step {self._trained}: {finding.message}")

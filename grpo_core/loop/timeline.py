@@ -90,10 +90,8 @@ class Timeline:
     tell: Callable[[str], None] = lambda stage: None
     """Receives the name of each stage of the loop when it begins."""
     _activities: dict[tuple[str, str], _Activity] = field(init=False, factory=dict)
-    _stage: str = field(init=False, default="")
+    _stage: _Activity = field(init=False, factory=lambda: _Activity(LOOP, ""))
     _stages: list[Span] = field(init=False, factory=list)
-    _since: float = field(init=False, default=0.0)
-    """Start of the current stage."""
 
     @contextmanager
     def during(self, lane: str, what: str) -> Iterator[None]:
@@ -108,37 +106,21 @@ class Timeline:
     def stage(self, what: str) -> None:
         """Record that the loop enters another stage."""
         now = self.clock()
-        self._end_stage(now)
-        self._stage, self._since = what, now
+        self._stages += self._stage.take(now)
+        self._stage = _Activity(LOOP, what)
+        self._stage.enter(now)
         self.tell(what)
 
     def take(self) -> tuple[Span, ...]:
         """Return the spans since the last call, in the order of their lanes and times."""
         now = self.clock()
-        self._end_stage(now)
-        self._since = now
-        stages, self._stages = self._stages, []
+        stages, self._stages = self._stages + self._stage.take(now), []
         others = [span for activity in self._activities.values() for span in activity.take(now)]
         return (*stages, *sorted(others, key=lambda span: (span.lane, span.begin)))
 
     def extended(self, step: int) -> TimelineExtended:
         """Return the event with the spans since the last call of ``take``."""
         return TimelineExtended(step=step, spans=self.take(), now=self.clock())
-
-    def _end_stage(self, now: float) -> None:
-        if self._stage and now > self._since:
-            seconds = now - self._since
-            self._stages.append(
-                Span(
-                    lane=LOOP,
-                    what=self._stage,
-                    begin=self._since,
-                    end=now,
-                    busy=seconds,
-                    calls=1,
-                    seconds=seconds,
-                )
-            )
 
 
 _current: ContextVar[Timeline | None] = ContextVar("timeline", default=None)

@@ -21,7 +21,6 @@ from attrs.validators import ge, gt, le
 
 from grpo_core.contracts.advantages import reaches
 from grpo_core.contracts.errors import Fault
-from grpo_core.contracts.limits import Limits
 from grpo_core.contracts.playing import EnvironmentClient, Play, derive_seed
 from grpo_core.contracts.protocols import Engine, Renderer
 from grpo_core.contracts.records import (
@@ -31,6 +30,7 @@ from grpo_core.contracts.records import (
     Episode,
     GenerationRequest,
     Judgement,
+    Limits,
     Message,
     Prompt,
     Recording,
@@ -40,7 +40,7 @@ from grpo_core.contracts.records import (
 )
 from grpo_core.contracts.rewards import combined
 from grpo_core.contracts.tokens import Ids, Tokens, as_ids, concatenated
-from grpo_core.text.tool_calls import numbered
+from grpo_core.text.response_formats import numbered
 
 _SESSIONS = itertools.count()
 """Session names, each used once per process."""

@@ -54,6 +54,7 @@ def grpo_trainers() -> Mapping[str, TrainerOffer]:
 @hookimpl
 def grpo_trackers() -> Mapping[str, str]:
     return {
+        "diagnosis": "grpo_core.diagnosis.replies:Diagnosis",
         "files": "grpo_core.reporting.files:FilesTracker",
         "terminal": "grpo_core.reporting.terminal:TerminalTracker",
     }
@@ -66,7 +67,7 @@ def grpo_losses() -> Mapping[str, str]:
 
 @hookimpl
 def grpo_advantages() -> Mapping[str, Offer]:
-    home = "grpo_core.loop.advantages"
+    home = "grpo_core.loop.rows"
     return {"group": Offer(f"{home}:group", check=f"{home}:check_group")}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from grpo_core.config import Config, as_table, build, merge, replace_parts
-from grpo_core.config.problems import problems
+from grpo_core.config.reading import problems
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.records import WithSections
 from grpo_core.plugins.files import FILE_PREFIX

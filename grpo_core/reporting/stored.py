@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from attrs import fields
 
-from grpo_core.contracts.errors import ConfigError, cut, shortened
+from grpo_core.contracts.errors import ConfigError, shortened
 from grpo_core.contracts.records import Group, Prompt, Rollout
 from grpo_core.loop.segments import segment_arrays, segments_of
 from grpo_core.processes.secrets import masked
@@ -222,7 +222,7 @@ def _of_prompt(prompt: Prompt) -> dict[str, Any]:
             info[name] = value
     why = _not_json(prompt.answer)
     return {
-        "answer": cut(str(prompt.answer), LARGEST) if why else prompt.answer,
+        "answer": shortened(str(prompt.answer), LARGEST) if why else prompt.answer,
         "info": info,
         **({"not_stored": {"answer": why, "info": lacks}} if why or lacks else {}),
     }

@@ -1,4 +1,4 @@
-"""Sends the events of a run to its trackers, each on its own thread, off the event loop."""
+"""Makes the trackers of a run, and sends them its events, each on its own thread, off the event loop."""
 
 from __future__ import annotations
 
@@ -17,13 +17,24 @@ from typing import Any
 
 from attrs import asdict, evolve, fields
 
+from grpo_core.config import Config, TrackingConfig
 from grpo_core.contracts import events
-from grpo_core.contracts.errors import ConfigError, Fault, GrpoError, TrackingError, fault_of, shortened
+from grpo_core.contracts.errors import (
+    ConfigError,
+    Fault,
+    GrpoError,
+    PluginError,
+    TrackingError,
+    did_you_mean,
+    fault_of,
+    shortened,
+)
 from grpo_core.contracts.incidents import Incident, IncidentCounts
 from grpo_core.contracts.protocols import Tracker
 from grpo_core.contracts.records import RunInfo
 from grpo_core.environments.outages import JITTER, Outage, unavailable
 from grpo_core.loop.metrics import validation_metrics
+from grpo_core.plugins.host import PluginHost
 from grpo_core.processes.secrets import masked
 
 BACKLOG = 10_000
@@ -76,8 +87,9 @@ class Trackers:
     def info(self, run: RunInfo, name: str) -> RunInfo:
         """Return the run with functions that a tracker of this name may call, on any thread."""
 
-        def warn(text: str) -> None:
-            warning = events.WarningRaised(step=self.step, cause=f"tracker {name!r}", message=str(text))
+        def warn(text: str, *, cause: str = f"tracker {name!r}", step: int | None = None) -> None:
+            at = self.step if step is None else step
+            warning = events.WarningRaised(step=at, cause=cause, message=str(text))
             self._in_loop(partial(self.emit, warning))
 
         def stop(reason: str) -> None:
@@ -423,3 +435,61 @@ def _tokens(item: Item) -> int:
         return 0
     rollouts = (rollout for group in item.groups for rollout in group.rollouts)
     return sum(len(segment.tokens) for rollout in rollouts for segment in rollout.segments)
+
+
+# ---------------------------------------------------------------------------------- the choice of trackers
+
+ALWAYS = ("diagnosis",)
+"""Trackers of the core that each run has."""
+
+
+def selected(config: TrackingConfig, host: PluginHost) -> list[str]:
+    """Return the names of the run's trackers; ``"*"`` is those that plugins offer by default."""
+    every = {"*": host.in_role("tracker", "is_default")}
+    chosen = (each for name in config.trackers for each in every.get(name, [name]))
+    return list(dict.fromkeys([*chosen, *ALWAYS]))
+
+
+def check_trackers(config: TrackingConfig, host: PluginHost) -> None:
+    """Check names and options without making a tracker.
+
+    Raises ConfigError if a tracker is not installed, is selected twice, or has no such option, and for
+    options of a tracker that is not selected.
+    """
+    names = selected(config, host)
+    for name in names:
+        try:
+            host.check_options("tracker", name, config.options.get(name, {}))
+        except PluginError as error:
+            raise ConfigError(f"tracking.trackers: {error}") from error
+    for name in config.options:
+        if name not in names:
+            near = did_you_mean(name, set(names))
+            raise ConfigError(
+                f"tracking.{name}: options of a tracker that tracking.trackers does not select.{near} "
+                f"It selects: {', '.join(names) or 'no tracker'}"
+            )
+
+
+def make_trackers(config: Config, host: PluginHost, run: Callable[[str], RunInfo]) -> dict[str, Tracker]:
+    """Make the selected trackers and the trackers of sections, by name; each gets ``run(name)``.
+
+    Raises PluginError if one cannot be made, after closing the others.
+    """
+    chosen = {name: config.tracking.options.get(name, {}) for name in selected(config.tracking, host)}
+    own = {each.name: each.values for each in config.sections if host.offers("tracker", each.name)}
+    made: dict[str, Tracker] = {}
+    try:
+        for name, options in (chosen | own).items():
+            tracker = host.make("tracker", name, run(name), **options)
+            if not isinstance(tracker, Tracker):
+                raise PluginError(
+                    f"{host.find('tracker', name)}: its factory returned {type(tracker).__name__}; expected "
+                    "a subclass of grpo_core.Tracker"
+                )
+            made[name] = tracker
+    except PluginError:
+        for tracker in made.values():
+            tracker.close()
+        raise
+    return made

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Self, TypedDict
 
-from attrs import asdict, frozen
+from attrs import asdict, fields, frozen
 
 from grpo_core.contracts import typed
 from grpo_core.contracts.errors import ModelError
@@ -82,13 +82,8 @@ class Published:
         if not path.is_file():
             return None
         saved = typed.read(path, _Saved)
-        return cls(
-            version=saved["version"],
-            sent=saved["sent"],
-            dtype=saved["dtype"],
-            merged=saved["merged"],
-            tensors={name: (dtype, checksum) for name, (dtype, checksum) in saved["tensors"].items()},
-        )
+        values = {each.name: saved[each.name] for each in fields(cls)}  # type: ignore[literal-required]
+        return cls(**values | {"tensors": {name: tuple(info) for name, info in saved["tensors"].items()}})
 
     def write(self, disk: Disk, directory: Path) -> None:
         """Write the record next to the weights, and the dtype to config.json, for transformers."""

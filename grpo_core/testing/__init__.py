@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from grpo_core.testing.fakes import FakeRenderer as FakeRenderer
     from grpo_core.testing.fakes import FakeTrainer as FakeTrainer
     from grpo_core.testing.fakes import MemoryLoader as MemoryLoader
+    from grpo_core.testing.fakes import a_run as a_run
+    from grpo_core.testing.fakes import check_canary as check_canary
+    from grpo_core.testing.fakes import fake_run as fake_run
+    from grpo_core.testing.fakes import measured_by as measured_by
+    from grpo_core.testing.fakes import play_rollouts as play_rollouts
     from grpo_core.testing.fakes import prompts as prompts
     from grpo_core.testing.hosted import HostedEnvironment as HostedEnvironment
     from grpo_core.testing.hosted import finished as finished
     from grpo_core.testing.offers import bound as bound
     from grpo_core.testing.offers import make_offer as make_offer
-    from grpo_core.testing.runs import a_run as a_run
-    from grpo_core.testing.runs import check_canary as check_canary
-    from grpo_core.testing.runs import fake_run as fake_run
-    from grpo_core.testing.runs import measured_by as measured_by
-    from grpo_core.testing.runs import play_rollouts as play_rollouts
     from grpo_core.testing.sections import check_config_sections as check_config_sections
     from grpo_core.training.optimization import Optimization as Optimization
     from grpo_core.training.optimization import flat as flat

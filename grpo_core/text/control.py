@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_core.contracts.errors import ControlInText
 from grpo_core.contracts.records import Message
+from grpo_core.text.response_formats import CALL_ENDS, CALL_OPENS
 from grpo_core.text.thoughts import THOUGHT_ENDS, THOUGHT_OPENS
-from grpo_core.text.tool_calls import CALL_ENDS, CALL_OPENS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

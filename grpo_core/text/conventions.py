@@ -14,9 +14,8 @@ from grpo_core.contracts.errors import ModelError
 from grpo_core.contracts.records import Message
 from grpo_core.contracts.tokens import as_ids
 from grpo_core.text.rendering import Renderer
-from grpo_core.text.response_formats import known_formats
+from grpo_core.text.response_formats import known_formats, numbered
 from grpo_core.text.thoughts import THOUGHT_KEYS, parted
-from grpo_core.text.tool_calls import numbered
 
 TOOL = {
     "type": "function",

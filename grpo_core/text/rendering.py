@@ -29,9 +29,8 @@ from grpo_core.contracts.unicode import well_formed
 from grpo_core.models.files import UNKNOWN_SIZE, size_of
 from grpo_core.text.control import ControlTokens
 from grpo_core.text.decoding import added, without_clean_up
-from grpo_core.text.response_formats import AUTO, response_reader
+from grpo_core.text.response_formats import AUTO, parse_calls, read_calls, response_reader
 from grpo_core.text.thoughts import THOUGHT_ENDS, THOUGHT_KEYS, THOUGHT_OPENS
-from grpo_core.text.tool_calls import parse_calls, read_calls
 
 if TYPE_CHECKING:
     from grpo_core.contracts.tokens import Ids
@@ -395,7 +394,7 @@ class Renderer:
 
         The response format defines how reasoning and calls are read.  The default is the tokenizer's response
         template, and without that, calls are between <tool_call> and </tool_call>
-        (``grpo_core.text.tool_calls.parse_calls``).
+        (``grpo_core.text.response_formats.parse_calls``).
 
         Args:
             text: text of the completion (``texts``); calls in its thoughts are no calls.

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from grpo_core.config.setup import TrainerSetup
+from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.errors import ChildDied, GrpoError, TrainerError, fault_of, one_line
 from grpo_core.contracts.protocols import Trainer
 from grpo_core.contracts.records import Batch, StepResult, Weights

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from grpo_core.config.setup import steps_of_profile
+from grpo_core.config.run import steps_of_profile
 
 PREFIX = "grpo_core: "
 """Prefix of the names of a step's parts in a trace."""

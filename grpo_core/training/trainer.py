@@ -19,7 +19,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from grpo_core.config.setup import TrainerSetup
+from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts import loss as losses
 from grpo_core.contracts.errors import PluginError, TrainerError
 from grpo_core.contracts.records import Batch, StepResult, Weights

@@ -24,7 +24,7 @@ from grpo_core.weights.layout import LowRankSum
 from grpo_core.weights.publishing import ALONE, Publishers, pack
 
 if TYPE_CHECKING:
-    from grpo_core.config.setup import TrainerSetup
+    from grpo_core.config.run import TrainerSetup
 
 
 _PORTABLE = 1

@@ -38,9 +38,8 @@ from attrs import evolve
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.workers import make_environment
 from grpo_core.config import EnvironmentConfig, TaskConfig
-from grpo_core.contracts.limits import Limits
 from grpo_core.contracts.playing import Play, PlayerSetup
-from grpo_core.contracts.records import Completion, GenerationRequest, Prompt, Weights
+from grpo_core.contracts.records import Completion, GenerationRequest, Limits, Prompt, Weights
 from grpo_core.contracts.tokens import Tokens
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.models.files import chat_template

@@ -18,7 +18,7 @@ from statistics import median
 import torch
 
 from grpo_core.config import ModelConfig, TrainerConfig
-from grpo_core.config.setup import TrainerSetup
+from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.records import Batch, Row
 from grpo_core.contracts.tokens import Tokens
 from grpo_core.demo import tiny

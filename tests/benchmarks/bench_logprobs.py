@@ -19,7 +19,7 @@ import torch
 from transformers import AutoTokenizer
 
 from grpo_core.config import LossConfig, ModelConfig, TrainerConfig
-from grpo_core.config.setup import TrainerSetup
+from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.records import Completion, EngineSetup, GenerationRequest, Row
 from grpo_core.contracts.tokens import Tokens
 from grpo_core.engines.local.engine import LocalEngine

@@ -30,7 +30,7 @@ from adapting import with_lora
 from attrs import evolve
 
 from grpo_core.config import LossConfig, ModelConfig, TrainerConfig
-from grpo_core.config.setup import TrainerSetup
+from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.records import EngineSetup
 from grpo_core.demo.tiny import write_tokenizer
 from grpo_core.engines.local.engine import LocalEngine

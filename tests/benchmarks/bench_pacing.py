@@ -19,10 +19,10 @@ from attrs import define, frozen
 
 from grpo_core.contracts.events import GroupsReady
 from grpo_core.contracts.records import GenerationRequest, Group, Prompt, SampleRequest
-from grpo_core.loop.advantages import group as advantages
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.pipeline import Learning, Pipeline, Playing, Schedule
 from grpo_core.loop.rollout import SamplingParams
+from grpo_core.loop.rows import group as advantages
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run
 from grpo_core.testing.fakes import FakePrompts
 

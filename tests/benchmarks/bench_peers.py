@@ -26,7 +26,7 @@ import torch
 from attrs import evolve, frozen
 
 from grpo_core.config import ModelConfig, TrainerConfig
-from grpo_core.config.setup import TrainerSetup
+from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.advantages import normalize
 from grpo_core.contracts.records import Batch, EngineSetup, GenerationRequest, Row
 from grpo_core.engines.local.engine import LocalEngine

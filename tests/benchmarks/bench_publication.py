@@ -22,7 +22,7 @@ from pathlib import Path
 from bench_update_memory import MIB, make_model
 
 from grpo_core.config import ModelConfig, TrainerConfig
-from grpo_core.config.setup import TrainerSetup
+from grpo_core.config.run import TrainerSetup
 from grpo_core.processes.child import Child
 from grpo_core.weights.reading import read_buckets
 from grpo_plugin_scale.training.process import ScaledProcess, Together

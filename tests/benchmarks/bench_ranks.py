@@ -24,7 +24,7 @@ from bench_trainer import rows
 from bench_update_memory import MIB, make_model, private
 
 from grpo_core.config import ModelConfig, TrainerConfig
-from grpo_core.config.setup import TrainerSetup
+from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.records import Batch
 from grpo_core.training.plan import shares
 from grpo_plugin_scale.training.trainer import create

@@ -38,10 +38,10 @@ from grpo_core.contracts.records import (
 )
 from grpo_core.contracts.tokens import Tokens
 from grpo_core.engines import wire
-from grpo_core.loop.advantages import group as advantages
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.pipeline import Learning, Pipeline, Playing, Schedule
 from grpo_core.loop.rollout import SamplingParams
+from grpo_core.loop.rows import group as advantages
 from grpo_core.processes.served import Call
 from grpo_core.reporting import stored
 from grpo_core.testing import FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run

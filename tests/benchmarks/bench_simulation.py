@@ -26,10 +26,10 @@ from simulation.faults import NONE
 from simulation.runs import simulate
 
 from grpo_core.contracts.records import Completion, Feedback, SessionStart, StepResult
-from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.pipeline import Pipeline, Schedule
 from grpo_core.loop.rollout import SamplingParams
+from grpo_core.loop.rows import group as group_advantages
 from grpo_core.testing import FakeEnvironment, FakeRenderer, FakeTrainer, clock, prompts
 
 SEEDS = 10_000

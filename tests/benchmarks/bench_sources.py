@@ -89,9 +89,8 @@ def open_one(path: str) -> None:
     from grpo_core.config import RowOptions, ValidationConfig
     from grpo_core.contracts.records import Prompt
     from grpo_core.data.files import read
-    from grpo_core.data.rows import RowReader
-    from grpo_core.data.sources import ReadRows
-    from grpo_core.validation.sets import HeldOut
+    from grpo_core.data.rows import ReadRows, RowReader
+    from grpo_core.validation.runner import HeldOut
 
     if not path.endswith(".jsonl"):
         import pyarrow.csv

@@ -25,10 +25,9 @@ from grpo_core.contracts.completions import check_completions
 from grpo_core.contracts.records import Batch, Completion, GenerationRequest, Group, Prompt, Rollout, Segment
 from grpo_core.contracts.tokens import Tokens, as_ids
 from grpo_core.engines import wire
-from grpo_core.loop.advantages import group as group_advantages
-from grpo_core.loop.meter import Meter
-from grpo_core.loop.metrics import task_metrics
+from grpo_core.loop.metrics import Meter, task_metrics
 from grpo_core.loop.rows import check_staleness, make_batch, with_advantages
+from grpo_core.loop.rows import group as group_advantages
 from grpo_core.reporting import stored
 
 TOKENS, GROUP = 8192, 8

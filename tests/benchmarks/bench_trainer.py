@@ -24,7 +24,7 @@ import torch
 from attrs import evolve
 
 from grpo_core.config import ModelConfig, TrainerConfig
-from grpo_core.config.setup import TrainerSetup
+from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.records import Batch, Row, StepResult, Weights
 from grpo_core.contracts.tokens import Tokens
 from grpo_core.demo.tiny import make_tiny_model

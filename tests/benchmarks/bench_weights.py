@@ -66,7 +66,7 @@ def measure(given: argparse.Namespace, options: dict[str, str]) -> dict[str, flo
     import numpy as np
 
     from grpo_core.config import ModelConfig, TrainerConfig
-    from grpo_core.config.setup import TrainerSetup
+    from grpo_core.config.run import TrainerSetup
     from grpo_core.contracts.records import Batch, Row
     from grpo_core.contracts.tokens import Tokens
     from grpo_plugin_scale.training.trainer import create

@@ -50,7 +50,7 @@ from gpu_figures import make as make_random
 
 from grpo_core import __version__
 from grpo_core.config import ModelConfig, TrainerConfig
-from grpo_core.config.setup import TrainerSetup
+from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.errors import EngineError
 from grpo_core.contracts.records import Batch, EngineSetup, GenerationRequest, Row
 from grpo_core.contracts.tokens import Tokens

@@ -22,7 +22,7 @@ import torch
 from attrs import evolve, frozen
 
 from grpo_core.config import ModelConfig, TrainerConfig
-from grpo_core.config.setup import TrainerSetup
+from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.records import Batch, Completion, EngineSetup, GenerationRequest, Row
 from grpo_core.contracts.tokens import Tokens
 from grpo_core.demo.tiny import write_tokenizer

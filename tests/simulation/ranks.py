@@ -17,7 +17,7 @@ from typing import Any
 from scaled import scaled
 
 from grpo_core.config import TrainerConfig
-from grpo_core.config.setup import TrainerSetup
+from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.errors import ChildDied, DeadlineExceeded, GrpoError, TrainerError
 from grpo_core.contracts.records import Batch, Row, StepResult, Weights
 from grpo_core.processes.aio import cancel

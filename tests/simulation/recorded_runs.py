@@ -42,7 +42,7 @@ from grpo_core.reporting.files import FilesTracker
 from grpo_core.reporting.room import DiskRoom
 from grpo_core.storage.run_directory import RunDirectory
 from grpo_core.testing import clock
-from grpo_core.validation.sets import HeldOut
+from grpo_core.validation.runner import HeldOut
 from grpo_plugin_scale.engines.pool import EnginePool
 from simulation.learner import CLASSES, Engine, Judge, Learner, Renderer, Tables, Task, World
 

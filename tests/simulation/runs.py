@@ -52,10 +52,8 @@ from grpo_core.contracts.records import Group, Prompt, Rollout, Slot
 from grpo_core.data.loaders import IndexedLoader, hash_of
 from grpo_core.data.samplers import Mix, PromptStream, WeightedTaskSampler
 from grpo_core.environments.outages import JITTER
-from grpo_core.environments.places import Places
-from grpo_core.environments.pool import EnvironmentPool
+from grpo_core.environments.pool import EnvironmentPool, Places
 from grpo_core.loop import checkpoint
-from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.endings import Failure
@@ -63,11 +61,11 @@ from grpo_core.loop.health import Thresholds
 from grpo_core.loop.laws import Laws, Violation
 from grpo_core.loop.pipeline import Checks, Learning, Pipeline, Playing, Schedule, Written
 from grpo_core.loop.rollout import LostBudget, SamplingParams
+from grpo_core.loop.rows import group as group_advantages
 from grpo_core.loop.versions import Interval
 from grpo_core.reporting.files import plain
 from grpo_core.testing import clock
-from grpo_core.validation.runner import Context, Results
-from grpo_core.validation.sets import Measured, Validation
+from grpo_core.validation.runner import Context, Measured, Results, Validation
 from grpo_plugin_algorithms import filters
 from grpo_plugin_algorithms.shaping import Shaping, ShapingConfig
 from grpo_plugin_curriculum.curriculum import Curriculum

@@ -17,7 +17,7 @@ from grpo_core.config import build
 from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.contracts.records import Rollout, Segment
 from grpo_core.contracts.tokens import Tokens
-from grpo_core.loop import advantages
+from grpo_core.loop import rows
 from grpo_core.loop.rows import shaped_rewards, with_advantages
 from grpo_core.plugins.host import PluginHost
 from grpo_plugin_algorithms.shaping import Shaping, ShapingConfig
@@ -104,9 +104,9 @@ def test_what_shaping_adds_belongs_to_the_last_turn() -> None:
 @given(st.lists(st.integers(0, 4).map(float), min_size=2, max_size=6))
 def test_advantages_compare_shaped_rewards_and_the_groups_keep_theirs(values: list[float]) -> None:
     given, shaping = a_group(values), shaping_by(token_price=0.5)
-    found = with_advantages([given], advantages.group, shaping=shaping)[0]
+    found = with_advantages([given], rows.group, shaping=shaping)[0]
     assert found.rewards == values
-    assert [rollout.advantage for rollout in found.rollouts] == advantages.group(shaping([given]))[0]
+    assert [rollout.advantage for rollout in found.rollouts] == rows.group(shaping([given]))[0]
 
 
 # ---------------------------------------------------------------------------------- configuration

@@ -9,7 +9,7 @@ from typing import Any
 
 from attrs import asdict, define, field, frozen
 
-from grpo_core.kit import cut
+from grpo_core.kit import shortened
 from grpo_plugin_audit.rejudging import Judged
 
 LARGEST = 10
@@ -139,7 +139,7 @@ def _change(step: int, each: Judged) -> Change:
         before=each.stored.reward,
         after=each.reward,
         seed=each.stored.seed,
-        reply=cut(" ".join(str(last.get("content") or "").split()), 300),
+        reply=shortened(" ".join(str(last.get("content") or "").split()), 300),
         error=each.error,
     )
 
@@ -197,13 +197,13 @@ def _changes(difference: TaskDifference, width: int) -> Iterator[str]:
         return
     yield f"\n  the largest changes of {len(changes)} groups:" if len(changes) > 1 else ""
     for change in changes:
-        line = f"  step {change.step}, prompt {cut(change.prompt, 40)}: {_value(change.before)} -> "
+        line = f"  step {change.step}, prompt {shortened(change.prompt, 40)}: {_value(change.before)} -> "
         line += _value(change.after)
         why = change.error or change.reply
         if len(line) + 30 <= width:
-            yield cut(f"{line}  {why}", width)
+            yield shortened(f"{line}  {why}", width)
         else:
-            yield from (line, cut(f"      {why}", max(30, width)))
+            yield from (line, shortened(f"      {why}", max(30, width)))
 
 
 def _value(reward: float | None) -> str:
@@ -225,10 +225,10 @@ def _notes(difference: TaskDifference, missing: Sequence[str], others: Sequence[
     if difference.failed:
         yield f"  {difference.failed:,} rollouts had a reward, and could not be judged:"
         for error, number in difference.errors.most_common(3):
-            yield f"    {number:,} times: {cut(' '.join(error.split()), 300)}"
+            yield f"    {number:,} times: {shortened(' '.join(error.split()), 300)}"
 
 
 def _prompts(ids: Sequence[str]) -> str:
-    named = ", ".join(cut(id, 40) for id in ids[:IDS])
+    named = ", ".join(shortened(id, 40) for id in ids[:IDS])
     more = f", and {len(ids) - IDS:,} more" if len(ids) > IDS else ""
     return f"{len(ids):,} {'prompt' if len(ids) == 1 else 'prompts'} ({named}{more})"

@@ -30,7 +30,6 @@ from grpo_core.kit import (
     as_json,
     check_settings,
     check_task,
-    cut,
     groups_in,
     inert,
     launch,
@@ -38,6 +37,7 @@ from grpo_core.kit import (
     parse_settings,
     prompts_in,
     reported_to,
+    shortened,
     wrong_input,
 )
 from grpo_plugin_audit.differences import TaskDifference, shown
@@ -319,7 +319,7 @@ def _take(
             "stored_reward": judged.stored.reward,
             "stored_success": judged.stored.success,
             "changed": judged.changed,
-            **({} if judged.error is None else {"error": cut(judged.error, 2000)}),
+            **({} if judged.error is None else {"error": shortened(judged.error, 2000)}),
             **({"answers_differ": True} if judged.answers_differ else {}),
             **({"unfinished": True} if judged.unfinished else {}),
         }

@@ -16,7 +16,6 @@ from rich.text import Text
 from grpo_core import ConfigError, GrpoError, PluginError, load_object
 from grpo_core.kit import (
     Config,
-    LocalPlacement,
     PluginHost,
     Settings,
     Words,
@@ -44,10 +43,6 @@ CHECKED: Mapping[offers.Kind, tuple[str, str]] = {
     "tracker": ("rollouts", "grpo_plugin_devkit.trackers:TrackerContract"),
     "trainer": ("publish", "grpo_plugin_devkit.trainers:TrainerContract"),
     "optimizer": ("parameter_groups", "grpo_plugin_devkit.optimizers:OptimizerContract"),
-    "model": ("start_model", "grpo_plugin_devkit.model_sources:ModelSourceContract"),
-    "data_plane": ("put", "grpo_plugin_devkit.planes:DataPlaneContract"),
-    "placement": ("connected", "grpo_plugin_devkit.placements:PlacementContract"),
-    "transport": ("reader", "grpo_plugin_devkit.transports:TransportContract"),
     "preflight": ("config", "grpo_plugin_devkit.modules:PreflightContract"),
 }
 """Kinds that can be checked: the method or first parameter by which a class or function is recognised, and
@@ -74,8 +69,7 @@ def check(
         Name of the offer, as "math:sort" or "./file.py:Class".
     kind
         Kind of the offer, if the name is ambiguous: environment, dataloader, player, sampler,
-        validation_strategy, engine, loss, advantage, filter, tracker, trainer, optimizer, model, data_plane,
-        placement, preflight or transport.
+        validation_strategy, engine, loss, advantage, filter, tracker, trainer, optimizer or preflight.
     settings
         Set an option of the offer, as in "length=3", or the data of an environment's prompts, as in
         "data=train.jsonl", or the fields of a dataloader's rows, as in "data_options.prompt=text"; may be
@@ -133,8 +127,6 @@ def find(host: PluginHost, name: str, kind: str | None = None) -> offers.Selecte
                 missing[each] = error
     if len(found) > 1:
         found = {each: offer for each, offer in found.items() if _is_a(each, offer)}
-    if len(found) > 1:  # a placement often shares its name with its engines
-        found.pop("placement", None)
     if len(found) == 1:
         return next(iter(found.values()))
     if found or (kind is None and len(missing) < len(CHECKED)):
@@ -200,14 +192,10 @@ def _contract(
             return contract(host.function(kind, name, **options))
         case "dataloader":
             return contract(make, rows=sections.task.data_options, name=name)
-        case "data_plane":
-            return contract(functools.partial(make, LocalPlacement(host)))
         case "optimizer":
             return contract(offer.offer, options)
         case "preflight":
             return contract(name, offer.load())
-        case "transport":
-            return contract(name)
         case _:
             return contract(make)
 

@@ -20,7 +20,7 @@ from typing import Any
 from attrs import evolve
 
 from grpo_core import Group, RunInfo, Tracker, errors, events
-from grpo_core.kit import Config, TrackerThread, as_table, cut
+from grpo_core.kit import Config, TrackerThread, as_table
 from grpo_core.testing import a_run
 from grpo_plugin_devkit.conformance import message_of
 from grpo_plugin_devkit.contracts import Contract
@@ -116,8 +116,8 @@ class TrackerContract(Contract):
                 return
             again = self._send(path, [], resumed_from=3, state=state)
             assert again == state, (
-                f"state_dict() returns {_short(again)} after load_state_dict() of {_short(state)}; "
-                "expected the same: a resumed run continues from it"
+                f"state_dict() returns {errors.shown(again)} after load_state_dict() of "
+                f"{errors.shown(state)}; expected the same: a resumed run continues from it"
             )
 
     def _send(
@@ -146,10 +146,6 @@ class TrackerContract(Contract):
         if failures:
             raise AssertionError(_where(failures[0])) from failures[0]
         return None if saved is None else saved.result()
-
-
-def _short(state: Any) -> str:
-    return cut(repr(state), 200)
 
 
 def _where(error: errors.TrackingError) -> str:

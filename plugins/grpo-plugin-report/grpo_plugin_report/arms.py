@@ -10,6 +10,8 @@ from typing import Any
 
 from attrs import frozen
 
+from grpo_core.kit import shortened
+
 CONFIDENCE = 0.95
 """Confidence of intervals for the mean over seeds, assuming normally distributed results."""
 IGNORED = ("seed", "tracking")
@@ -109,8 +111,8 @@ def _label(index: int, rows: Sequence[tuple[str, list[str]]], names: Sequence[st
 
 
 def cut(text: str) -> str:
-    """Shorten a text."""
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+    """Shorten a value or a name."""
+    return shortened(text, LONGEST)
 
 
 # ---------------------------------------------------------------------------------- intervals

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from attrs import define, field
 
 from grpo_core import Run
-from grpo_core.kit import inert, thoughts
+from grpo_core.kit import inert, shortened, thoughts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -308,16 +308,11 @@ def _content(content: Any) -> Any:
 
 
 def _short(value: Any) -> str:
-    """Convert a value to a sanitised text, cut in the middle if it is long."""
+    """Convert a value to a sanitised text, shortened if it is long."""
     if value is None:
         return ""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    if len(text) > LONGEST:
-        end = LONGEST // 4
-        text = (
-            f"{text[: LONGEST - end]}\n[… {len(text) - LONGEST:,} characters are left out …]\n{text[-end:]}"
-        )
-    return inert(text)
+    return inert(shortened(text, LONGEST))
 
 
 def _number(value: Any) -> float | None:

@@ -22,7 +22,7 @@ from test_trainer import setup as full_setup
 from grpo_core.app import preflight
 from grpo_core.app.launch import configure
 from grpo_core.config import as_table, build, parse_settings, read_toml
-from grpo_core.config.setup import TrainerSetup
+from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.errors import CheckpointError, ConfigError, ModelError, WeightSyncError
 from grpo_core.demo import tiny
 from grpo_core.plugins.host import PluginHost

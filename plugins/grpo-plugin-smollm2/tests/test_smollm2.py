@@ -15,13 +15,13 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from parts_kept import check_model_source
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import grpo_core
 from grpo_core import ModelError
 from grpo_core.kit import ModelFiles, Renderer, groups_in
-from grpo_plugin_devkit.model_sources import check_model_source
 from grpo_plugin_smollm2 import source
 
 PLUGIN = Path(__file__).parents[1]
@@ -116,8 +116,8 @@ def test_a_cache_that_cannot_be_written_is_said(index):
 
 
 @pytest.mark.slow
-def test_the_real_model_keeps_the_contract_of_sources():
-    check_model_source(source.SmolLM2)
+def test_the_real_model_is_made_and_loaded(tmp_path):
+    check_model_source(source.SmolLM2, tmp_path)
 
 
 @pytest.mark.slow

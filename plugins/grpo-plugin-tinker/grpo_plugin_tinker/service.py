@@ -12,7 +12,7 @@ import tinker
 from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
 
 from grpo_core import ConfigError, DeadlineExceeded, Unavailable
-from grpo_core.kit import Service, aio, cut
+from grpo_core.kit import Service, aio, shortened
 from grpo_plugin_tinker.checks import KEY
 from grpo_plugin_tinker.section import TinkerConfig
 
@@ -154,7 +154,7 @@ class Session:
 
 def said(error: BaseException) -> str:
     """Format an error of the SDK as one short line."""
-    return cut(" ".join(f"{type(error).__name__}: {error}".split()).rstrip("."), LONGEST)
+    return shortened(" ".join(f"{type(error).__name__}: {error}".split()).rstrip("."), LONGEST)
 
 
 def _absent(error: BaseException | None) -> Unavailable | None:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from parts_kept import check_data_plane
 from plane_runs import nothing_is_lost_or_left, the_same_is_trained_with, train
 from test_planes import group as group_of
 from test_planes import sent
@@ -34,7 +35,6 @@ from grpo_core.contracts.errors import ConfigError, DataPlaneError
 from grpo_core.contracts.records import Group, Prompt, Rollout, Segment
 from grpo_core.contracts.tokens import Tokens, fetched
 from grpo_core.plugins.host import PluginHost
-from grpo_plugin_devkit.planes import check_data_plane
 from grpo_plugin_transferqueue import servers
 from grpo_plugin_transferqueue.data_plane import TransferQueuePlane
 
@@ -170,7 +170,7 @@ class TestPlane:
 
     @pytest.mark.parametrize("units", [1, 3])
     def test_it_keeps_the_contract(self, units):
-        check_data_plane(TransferQueuePlane, placement=Cluster(), units=units)
+        check_data_plane(TransferQueuePlane(Cluster(), units=units))
 
     def test_another_process_fetches_what_was_put_and_nothing_is_left_when_all_handles_have_gone(self):
         lengths = [16384, 5, 1000, 0, 9000]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_core import Message
-from grpo_core.kit import MessageError, normalised
+from grpo_core.kit import MessageError, normalised, shortened
 from grpo_plugin_agents.dialects.requests import BadRequest
 
 _READ = ("model", "stream", "tools", "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs",
@@ -129,5 +129,4 @@ def checked(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
 
 
 def short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return shortened(repr(value), 80)

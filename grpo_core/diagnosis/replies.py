@@ -1,4 +1,4 @@
-"""Finds in recent replies why a run that looks healthy learns nothing, or the wrong thing.  Pure.
+"""The tracker ``diagnosis``: finds in recent replies why a run learns nothing, or the wrong thing.
 
 Each task is examined alone, by joint fractions: the mean success and the mean truncation do not show whether
 the successes are the truncated replies.
@@ -16,8 +16,9 @@ from statistics import fmean
 from attrs import astuple, define, field, fields, frozen
 
 from grpo_core.contracts.advantages import equal
-from grpo_core.contracts.errors import cut
-from grpo_core.contracts.records import Group, Rollout
+from grpo_core.contracts.errors import shortened
+from grpo_core.contracts.protocols import Tracker
+from grpo_core.contracts.records import Group, Rollout, RunInfo
 from grpo_core.loop.health import WINDOW, Finding
 
 MANY, ALL_BUT_FEW, NEARLY_ALL = 0.5, 0.9, 0.95
@@ -278,6 +279,23 @@ class Replies:
         return ", and ".join(reasons)
 
 
+class Diagnosis(Tracker):
+    """Warns of what ``Replies`` finds after each step."""
+
+    def __init__(self, run: RunInfo) -> None:
+        self._run = run
+        self._replies = Replies(not run.config["teacher"].get("path"))
+        self._groups: Sequence[Group] = ()
+
+    def rollouts(self, step: int, groups: Sequence[Group]) -> None:
+        self._groups = groups
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        if "rows" in values:  # those of a step, and of no validation
+            for found in self._replies.observe(self._groups, values):
+                self._run.warn(found.message, cause=found.metric, step=step)
+
+
 def _warning(cause: str, message: str) -> Finding:
     return Finding(metric=cause, value=0.0, fatal=False, message=message)
 
@@ -307,5 +325,5 @@ def _of_cut(task: str, seen: Seen, last: Seen) -> list[Finding]:
 
 
 def _shown(seen: Seen) -> str:
-    replies = ", ".join(repr(cut(reply, LENGTH)) for reply in seen.unpaid[-SHOWN:])
+    replies = ", ".join(repr(shortened(reply, LENGTH)) for reply in seen.unpaid[-SHOWN:])
     return f"; unrewarded replies that ended: {replies}" if replies else ""

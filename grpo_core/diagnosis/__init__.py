@@ -1,0 +1,1 @@
+"""Diagnosis of a run while it runs, which the core reaches only through ``grpo_trackers()``."""
