@@ -30,6 +30,7 @@ from grpo_core.contracts.incidents import IncidentCounts, reported_to
 from grpo_core.contracts.records import Prompt
 from grpo_core.data.loaders import IndexedLoader
 from grpo_core.data.samplers import PromptStream
+from grpo_core.diagnosis.replies import Diagnosis
 from grpo_core.engines.wrapped import LimitedEngine
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.loop.agreement import Tolerance
@@ -93,7 +94,9 @@ class _Run:
 
     async def story(self) -> None:
         options = self.config.tracking.options.get("files", {})
-        self._files = FilesTracker(self.directory.info(self.config, None), **options)
+        info = self.directory.info(self.config, None)
+        self._files = FilesTracker(info, **options)
+        self._diagnosis = Diagnosis(evolve(info, warn=self._warn))
         self._room = DiskRoom(
             self.directory.path, self.config.trainer.steps, self.emit, lambda _: int(self.world.free)
         )
@@ -141,6 +144,7 @@ class _Run:
         if isinstance(event, StepEnded):
             self.step = event.step
         trackers.call(self._files, event)
+        trackers.call(self._diagnosis, event)
         if isinstance(event, StepEnded):
             self._room.event(event)
             if self.progress() >= self.world.killed_at:
@@ -155,6 +159,9 @@ class _Run:
                     "continue with --resume"
                 )
                 raise told from full
+
+    def _warn(self, text: str, *, cause: str, step: int) -> None:
+        self.emit(WarningRaised(step=step, cause=cause, message=text))
 
     async def _pipeline(self) -> tuple[Pipeline, Sequence[Event]]:
         config, world = self.config, self.world
