@@ -362,13 +362,13 @@ def test_errors_name_arguments_and_no_options_of_the_command_line(tmp_path):
 
 
 def test_without_held_out_prompts_nothing_is_validated_unless_that_is_asked_for():
-    from grpo_core.api.given import given
+    from grpo_core.api.given import arguments
 
-    plain = given(ordered, iter(["a"]), {})
+    plain = arguments(ordered, iter(["a"]), {})
     assert plain.defaults({}) == {"validation": {"every": 0}}
     assert plain.defaults({"validation": {"sets": {"a": {"env": "math:sort"}}}}) == {}
     assert plain.defaults({"tasks": {"sort": {"env": "math:sort"}}}) == {}
-    both = given(ordered, {"train": iter(["a"]), "validation": iter(["b"])}, {})
+    both = arguments(ordered, {"train": iter(["a"]), "validation": iter(["b"])}, {})
     assert both.defaults({}) == {}
 
 
@@ -396,10 +396,10 @@ def test_the_handlers_of_the_program_come_back_and_ctrl_c_ends_a_validation(made
 
 
 def test_a_loss_is_named_by_its_file():
-    from grpo_core.api.given import given
+    from grpo_core.api.given import arguments
     from grpo_core.losses import grpo
 
-    named = given(None, None, {"loss": grpo}).table["loss"]["name"]
+    named = arguments(None, None, {"loss": grpo}).table["loss"]["name"]
     assert named.endswith(".py:grpo")
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from grpo_core import Environment, Prompt, ValidationStrategy, testing
-from grpo_core.api.given import given as arguments
+from grpo_core.api.given import arguments
 from grpo_core.commands.complaints import hidden
 from grpo_core.config import read_toml
 from grpo_core.contracts.errors import CodeError, ConfigError, PluginError, fault_of, plugin_errors

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from grpo_core.api.given import configuration, given, names, trackers
+from grpo_core.api.given import arguments, configuration, names, trackers
 from grpo_core.api.run import Run
 from grpo_core.app import build, measuring
 from grpo_core.app.launch import configure_target, continued, new_run
@@ -101,7 +101,7 @@ def train(
     _not_in_an_import()
     heard = trackers(listeners)
     with _as_arguments():
-        asked, block = given(env, data, settings), names("no_plugins", no_plugins)
+        asked, block = arguments(env, data, settings), names("no_plugins", no_plugins)
         if resume is None:
             table = configuration(config)
             target = None if output is None else Path(output)
@@ -162,7 +162,7 @@ def validate(
     _not_in_an_import()
     by_split = data if isinstance(data, Mapping) or data is None else {"train": data, "validation": data}
     with _as_arguments():
-        asked = given(env, by_split, settings)
+        asked = arguments(env, by_split, settings)
         measurement = measuring.prepare(
             None if model is None else os.fspath(model),
             asked.table,
@@ -214,7 +214,7 @@ async def session(
     Raises GrpoError, whose message says what is wrong; ConfigError before anything costly has started.
     """
     with _as_arguments(), wrong_input():
-        asked, block = given(env, data, settings), names("no_plugins", no_plugins)
+        asked, block = arguments(env, data, settings), names("no_plugins", no_plugins)
         table = configuration(config)
         changes = merge(table, asked.table)
         name = None if model is None else os.fspath(model)

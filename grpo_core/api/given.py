@@ -37,7 +37,7 @@ ELSEWHERE = ("loss", "optimizer")
 
 
 @define
-class Given:
+class Arguments:
     """A configuration's table, and the objects of the program that it names."""
 
     table: dict[str, Any] = field(factory=dict)
@@ -72,7 +72,7 @@ def configuration(config: Any) -> Mapping[str, Any]:
     raise ConfigError(f"config is {type(config).__name__}; expected the path of a TOML file, or a dict")
 
 
-def given(env: Any, data: Any, settings: Mapping[str, Any]) -> Given:
+def arguments(env: Any, data: Any, settings: Mapping[str, Any]) -> Arguments:
     """Return the configuration of keywords.
 
     Args:
@@ -86,7 +86,7 @@ def given(env: Any, data: Any, settings: Mapping[str, Any]) -> Given:
         if env is not None:
             raise ConfigError("use env or reward, not both")
         env = {"rewards": added(reward)} if isinstance(reward, list | tuple) else reward
-    found, environments = Given(), _environments(env)
+    found, environments = Arguments(), _environments(env)
     if data is not None and len(environments) != 1:
         raise ConfigError(
             "data is for one environment, given as env, or for functions whose rewards are added: train("
@@ -132,7 +132,7 @@ def _name_of(env: Any) -> str:
     return "task" if name == "<lambda>" else str(name)
 
 
-def _task(found: Given, name: str, env: Any, splits: Mapping[str, Any]) -> dict[str, Any]:
+def _task(found: Arguments, name: str, env: Any, splits: Mapping[str, Any]) -> dict[str, Any]:
     """Return the table of a task; its environment is a name or an object."""
     if isinstance(env, str):
         return {"env": env, **_data(found, name, splits)}
@@ -189,7 +189,7 @@ def _has_rows(given: Any) -> bool:
 
 
 def _data(
-    found: Given,
+    found: Arguments,
     name: str,
     splits: Mapping[str, Any],
     check: Callable[[Collection[str], str], None] = lambda fields, what: None,
@@ -242,7 +242,7 @@ def _is_rows(given: Any) -> bool:
 # ---------------------------------------------------------------------------------- sections
 
 
-def _section(found: Given, name: str, value: Any) -> Any:
+def _section(found: Arguments, name: str, value: Any) -> Any:
     """Return the value of a section: a table, or the table that selects a name or an object."""
     if isinstance(value, os.PathLike):
         value = os.fspath(value)

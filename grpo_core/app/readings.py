@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from grpo_core.contracts.protocols import Engine
-from grpo_core.engines.wrapped import measured
+from grpo_core.engines.wrapped import engine_metrics
 from grpo_core.processes.child import descendants, living
 
 
@@ -22,7 +22,7 @@ def of_engines(engines: Mapping[str, Engine]) -> dict[str, float]:
     found: dict[str, float] = {}
     for section, engine in engines.items():
         of = section.replace(".", "_")
-        for name, value in measured(engine).items():
+        for name, value in engine_metrics(engine).items():
             metric, _, member = name.partition("/")
             found[f"engine_{metric}/{of.removesuffix('engine')}{member or 'engine'}"] = value
     return found

@@ -156,7 +156,7 @@ class TrainerOffer(Offer):
 class OptimizerOffer(Offer):
     """The offer of an optimizer."""
 
-    takes_parts: bool = False
+    elementwise: bool = False
     """Whether it computes each number by itself, so that ranks may give it parts of parameters."""
     state: Function | None = None
     """Returns shape and dtype of each slot of its state, for the name and shape of a parameter."""

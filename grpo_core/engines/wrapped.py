@@ -80,7 +80,7 @@ class BackgroundMetrics:
             await asyncio.gather(self._asking, return_exceptions=True)
 
 
-def measured(engine: Engine) -> Mapping[str, float]:
+def engine_metrics(engine: Engine) -> Mapping[str, float]:
     """Return an engine's own metrics; empty if it has none."""
     read: Callable[[], Mapping[str, float]] = getattr(engine, "metrics", dict)
     return read()

@@ -19,7 +19,7 @@ A placement, which runs engines and environments somewhere else (see ``grpo_plug
     EnvironmentProcess, PluginHost, PluginSelection, offers   make environments and engines in a worker
     copies, transport_of        keep and read published weights
     interpreters                take variables that env_vars names
-    measured, BackgroundMetrics   metrics of an engine that is elsewhere
+    engine_metrics, BackgroundMetrics   metrics of an engine that is elsewhere
     wire                        small pickles of requests and completions
 
 A trainer whose processes are somewhere else:
@@ -222,7 +222,7 @@ if TYPE_CHECKING:
     from grpo_core.engines.text import TextRenderer as TextRenderer
     from grpo_core.engines.wrapped import BackgroundMetrics as BackgroundMetrics
     from grpo_core.engines.wrapped import LimitedEngine as LimitedEngine
-    from grpo_core.engines.wrapped import measured as measured
+    from grpo_core.engines.wrapped import engine_metrics as engine_metrics
     from grpo_core.environments.feedback import as_feedback as as_feedback
     from grpo_core.environments.host import DEADLINE as DEADLINE
     from grpo_core.environments.host import SCORES as SCORES

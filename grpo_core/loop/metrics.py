@@ -52,7 +52,7 @@ DESCRIPTIONS = ("accuracy_finished", "completion_tokens", "truncated", "prompts"
 """Metrics that describe a validation, not how good the model is."""
 
 
-def measured(metrics: Iterable[str]) -> list[str]:
+def metric_names(metrics: Iterable[str]) -> list[str]:
     """Return the names of the measured metrics; one with only an interval counts, too."""
     names = dict.fromkeys(metrics)
     with_ends = {name.removesuffix("_low") for name in names if name.endswith("_low")}
@@ -66,7 +66,7 @@ def headline(metrics: Iterable[str]) -> str | None:
 
     It may have an interval and no value.
     """
-    names = [name for name in measured(metrics) if name not in DESCRIPTIONS]
+    names = [name for name in metric_names(metrics) if name not in DESCRIPTIONS]
     names = [name for name in names if not name.startswith("feedback_")]
     return "accuracy" if "accuracy" in names else next(iter(names), None)
 

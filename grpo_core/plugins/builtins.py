@@ -76,7 +76,7 @@ def grpo_optimizers() -> Mapping[str, OptimizerOffer]:
     home = "grpo_core.training.optimizers"
     return {
         "adamw": OptimizerOffer(
-            f"{home}:adamw", check=f"{home}:check_eps", state=f"{home}:adamw_state", takes_parts=True
+            f"{home}:adamw", check=f"{home}:check_eps", state=f"{home}:adamw_state", elementwise=True
         )
     }
 

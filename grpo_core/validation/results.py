@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from grpo_core.loop.metrics import OF, headline, measured
+from grpo_core.loop.metrics import OF, headline, metric_names
 
 SHARES = ("accuracy", "pass@", "pass^", "maj@", "truncated", "unscored")
 """Prefixes of metrics that are shown in percent."""
@@ -48,7 +48,7 @@ def as_line(metrics: Mapping[str, float]) -> str:
 
 
 def _shown_alone(metrics: Mapping[str, float]) -> list[str]:
-    return [metric for metric in measured(metrics) if metric != OF]
+    return [metric for metric in metric_names(metrics) if metric != OF]
 
 
 def _value(metric: str, metrics: Mapping[str, float]) -> str:

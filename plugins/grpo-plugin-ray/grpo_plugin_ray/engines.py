@@ -37,7 +37,7 @@ from grpo_core.kit import (
     Incident,
     PluginHost,
     copies,
-    measured,
+    engine_metrics,
     reported_to,
     transport_of,
     wire,
@@ -135,7 +135,7 @@ class EngineWorker:
         return finished, self._new_incidents()
 
     async def metrics(self) -> dict[str, float]:
-        return {} if self._engine is None else dict(measured(self._engine))
+        return {} if self._engine is None else dict(engine_metrics(self._engine))
 
     async def aclose(self) -> None:
         if self._engine is not None:

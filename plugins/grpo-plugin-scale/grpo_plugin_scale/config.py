@@ -61,7 +61,7 @@ def check(*, config: Config, host: PluginHost, **options: object) -> None:
                 "of them out"
             )
         name = config.optimizer.name
-        if not host.find("optimizer", name).offer.takes_parts:
+        if not host.find("optimizer", name).offer.elementwise:
             raise ConfigError(
                 f"{section.held}: the optimizer {name!r} computes with whole parameters, of which each rank "
                 'holds a part; use optimizer.name = "adamw"'

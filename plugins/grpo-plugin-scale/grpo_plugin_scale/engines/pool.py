@@ -40,7 +40,7 @@ from grpo_core import (
     Weights,
     WeightSyncError,
 )
-from grpo_core.kit import Tolerance, aio, copies, measured, report
+from grpo_core.kit import Tolerance, aio, copies, engine_metrics, report
 from grpo_plugin_scale.engines.members import (
     CLOSE,
     MAX_FAILURES,
@@ -154,7 +154,7 @@ class EnginePool:
             name = member.name.replace(" ", "_")
             found[f"tokens_per_second/{name}"] = member.sampled / seconds
             member.sampled = 0
-            found |= {f"{key}/{name}": value for key, value in measured(member.engine).items()}
+            found |= {f"{key}/{name}": value for key, value in engine_metrics(member.engine).items()}
         return found
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
