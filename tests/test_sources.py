@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.app import preflight
 from grpo_core.app.data import AT_ONCE
+from grpo_core.app.make import make
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, RowOptions, TaskConfig, build
@@ -152,7 +152,7 @@ def test_a_file_that_is_not_there_is_named_although_the_run_would_not_read_it(of
         ),
     ):
         with pytest.raises(ConfigError, match=rf"{key} = '{name}': there is no such file"):
-            preflight.check(build([{"model": {"path": "tiny"}}, table]), PluginHost.discover())
+            make(build([{"model": {"path": "tiny"}}, table]), PluginHost.discover())
 
 
 # ---------------------------------------------------------------------------------- lazy, pickled, resumed

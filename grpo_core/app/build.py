@@ -19,7 +19,8 @@ from grpo_core.app import provenance, readings
 from grpo_core.app.first_look import first_look, judge_one_reply, leaks
 from grpo_core.app.gpus import Devices
 from grpo_core.app.lengths import RunPrompts, has_tokenizer
-from grpo_core.app.model_sources import ModelRequest, StartModel, fetched, model_source, with_max_tokens
+from grpo_core.app.make import interval_of
+from grpo_core.app.model_sources import ModelRequest, StartModel, fetched, with_max_tokens
 from grpo_core.app.parts import (
     SYNC_ATTEMPTS,
     SYNC_GRACE,
@@ -28,8 +29,6 @@ from grpo_core.app.parts import (
     check_loaders,
     with_steps,
 )
-from grpo_core.app.placement import Placement
-from grpo_core.app.preflight import interval_of
 from grpo_core.app.resume import Launch, changed_schedule, check_held, identity
 from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.app.tasks import Tasks
@@ -104,7 +103,6 @@ class RunContext:
     start: Launch
     trackers: Trackers
     retention: Retention
-    placement: Placement = field(init=False)
     tasks: Tasks = field(init=False)
     """The environments, once they have started."""
     stack: contextlib.AsyncExitStack = field(factory=contextlib.AsyncExitStack)
@@ -117,6 +115,10 @@ class RunContext:
     """Causes and messages from the build of the run; emitted after its start."""
     goal: dict[str, float] = field(factory=dict)
     """Value of the metric in ``trainer.stop_when``, by name; saved in each checkpoint."""
+
+    @property
+    def parts(self) -> Parts:
+        return self.start.parts
 
     @property
     def directory(self) -> RunDirectory:
@@ -151,7 +153,11 @@ async def train(
     start.directory.forget_end()
     resumed_from = start.found.step if start.found else None
     await asyncio.to_thread(
-        provenance.write, start.directory.path, start.config, start.host, resumed_from=resumed_from
+        provenance.write,
+        start.directory.path,
+        start.parts.config,
+        start.parts.plugins,
+        resumed_from=resumed_from,
     )
     run = _with_trackers(start, listeners)
     with interruptions(run.trackers.status, stop or Stop()) as interruptible:
@@ -183,9 +189,9 @@ async def _train(run: RunContext, interruptible: Callable[[Pipeline], None]) -> 
             else:
                 reason, steps = over.reason, over.steps
                 proved, unproved, inexact = None, 0, []
-                config = run.start.config
-                config = evolve(config, trainer=evolve(config.trainer, steps=steps))
-                emit(_started(config, run, over.buffer))
+                config = run.parts.config
+                run.parts.config = evolve(config, trainer=evolve(config.trainer, steps=steps))
+                emit(_started(run, over.buffer))
     except BaseException as error:
         emit(timeline.extended(step))
         interrupted, last = isinstance(error, asyncio.CancelledError), max(step, trackers.step)
@@ -216,7 +222,7 @@ async def _train(run: RunContext, interruptible: Callable[[Pipeline], None]) -> 
 
 def _with_trackers(start: Launch, listeners: Mapping[str, Tracker]) -> RunContext:
     """Start the trackers of the run itself, of the configuration, and the listeners."""
-    config, directory, resume = start.config, start.directory, start.found
+    config, directory, resume = start.parts.config, start.directory, start.found
     kept = config.checkpoint
     steps = sys.maxsize if config.trainer.epochs else config.trainer.steps
     best = kept.best.removeprefix("-")
@@ -235,7 +241,7 @@ def _with_trackers(start: Launch, listeners: Mapping[str, Tracker]) -> RunContex
     if kept.best:
         own["retention of checkpoints"] = retention
     info = directory.info(config, *((resume.step, checkpoint.measured(resume)) if resume else (None,)))
-    made = make_trackers(config, start.host, partial(trackers.info, info))
+    made = make_trackers(config, start.parts.plugins, partial(trackers.info, info))
     trackers.add({**own, **made, **listeners}, checkpoint.read_trackers(resume.directory) if resume else {})
     return RunContext(
         start=start,
@@ -247,13 +253,12 @@ def _with_trackers(start: Launch, listeners: Mapping[str, Tracker]) -> RunContex
 
 async def _start(run: RunContext) -> Pipeline:
     """Start every part of a run, and notify the trackers of its start."""
-    parts, directory = Parts(run.start.config, run.start.host), run.directory
-    run.placement = parts.placement()
+    parts, directory = run.parts, run.directory
     run.trackers.status("starting the environments")
     around = Tasks.start(
         parts.config,
-        run.start.host,
-        run.placement,
+        parts.plugins,
+        parts.placement,
         sets=parts.config.validation.due_sets,
         logs=directory.logs,
         ranks=0 if parts.trainer_here else parts.ranks,
@@ -263,11 +268,11 @@ async def _start(run: RunContext) -> Pipeline:
         run.tasks = await run.stack.enter_async_context(around)
         for remark in filter(None, (each.remark for each in run.tasks.environments.values())):
             run.trackers.status(remark)
-        config, pipeline = await build_pipeline(parts.config, run)
+        pipeline = await build_pipeline(run)
     except BaseException:
         directory.take_back_config()  # a resumed run drops changes that prevent its start
         raise
-    run.emit(_started(config, run, pipeline.buffer.statistics()))
+    run.emit(_started(run, pipeline.buffer.statistics()))
     run.after.append(await asyncio.to_thread(warn_of_falls, run))
     for cause, message in run.warnings:
         run.emit(WarningRaised(step=run.step, cause=cause, message=message))
@@ -300,11 +305,11 @@ def warn_of_falls(run: RunContext) -> Callable[[Event], None]:
     return receive
 
 
-def _started(config: Config, context: RunContext, buffer: BufferStatistics) -> RunStarted:
+def _started(context: RunContext, buffer: BufferStatistics) -> RunStarted:
     return RunStarted(
         step=context.step,
         directory=str(context.directory.path),
-        config=as_table(config),
+        config=as_table(context.parts.config),
         resumed=context.start.found is not None,
         buffer=asdict(buffer),
         manifest=checkpoint.manifest_digest(context.start.found.directory) if context.start.found else "",
@@ -312,13 +317,10 @@ def _started(config: Config, context: RunContext, buffer: BufferStatistics) -> R
     )
 
 
-async def build_pipeline(config: Config, run: RunContext) -> tuple[Config, Pipeline]:
-    """Start the other parts of a run after its environments, and make its pipeline.
-
-    Also returns the configuration with the number of steps.
-    """
-    parts, tasks = Parts(config, run.start.host), run.tasks
-    devices = await asyncio.to_thread(run.placement.devices, parts.trainer_here, parts.engines(), parts.ranks)
+async def build_pipeline(run: RunContext) -> Pipeline:
+    """Start the other parts of a run after its environments, and make its pipeline."""
+    parts, tasks, config = run.parts, run.tasks, run.parts.config
+    devices = await asyncio.to_thread(parts.placement.devices, parts.trainer_here, parts.engines, parts.ranks)
     if devices.told:
         run.trackers.status(devices.told)
     chosen = config.validation
@@ -327,14 +329,14 @@ async def build_pipeline(config: Config, run: RunContext) -> tuple[Config, Pipel
         held_out=await tasks.held_out(chosen, chosen.due_sets, tasks=bool(chosen.every)),
     )
     run.warnings += [note for data in tasks.data.values() for note in data.notes.items()]
-    check_loaders(config, tasks.loaders, parts.sampler())
+    check_loaders(config, tasks.loaders, parts.sampler)
     at_hand = {name: part for name, part in found.prompts.items() if name not in tasks.loaders}
     await judge_one_reply(tasks.environments, at_hand)
     plane = await _data_plane(parts, run)
     model = await _start_model(parts, run, found)
     teacher = config.teacher.path and await fetched(config.teacher.path, run.trackers.status)
     if config.rollout.max_tokens == 0:
-        config = with_max_tokens(config, model.max_tokens)
+        parts.config = config = with_max_tokens(config, model.max_tokens)
         run.directory.complete_config(config)
     check_lengths(config.rollout, model.positions)
 
@@ -353,18 +355,17 @@ async def build_pipeline(config: Config, run: RunContext) -> tuple[Config, Pipel
     if has_tokenizer(config, model) if config.rollout.max_prompt_tokens else model.prepare is None:
         renderer, found = await load_renderer()
     sizes = {name: tasks.size(name, part) for name, part in found.prompts.items()}
-    config = with_steps(config, sizes)
-    parts = Parts(config, run.start.host)
+    parts.config = config = with_steps(config, sizes)
     trainer = _trainer(parts, run, model, teacher, devices)
     engines: dict[str, Any] = {}
-    for key, section in parts.engines().items():
+    for key, section in parts.engines.items():
         trains = key == "engine"
         logs = run.directory.logs if trains else run.directory.logs / "validation"
         logs.mkdir(exist_ok=True)
         colocated = config.pipeline.max_staleness > 0 or not trains
         setup = parts.engine_setup(section, model.path, logs=logs, colocated=colocated)
         setup = evolve(setup, shares_gpu=key in devices.shared)
-        engines[key] = parts.engine(section, setup, run.placement, devices.engines.get(key, ()))
+        engines[key] = parts.engine(section, setup, devices.engines.get(key, ()))
         run.stack.push_async_callback(engines[key].aclose)
     await asyncio.to_thread(_import_what_is_needed_soon)
     await trainer.started()  # after the imports: a trainer in a thread may import the same modules
@@ -372,7 +373,7 @@ async def build_pipeline(config: Config, run: RunContext) -> tuple[Config, Pipel
         renderer, found = await load_renderer()
     pipeline = await _pipeline(parts, run, found, renderer, trainer, plane, engines, Path(model.path))
     pipeline.resting = [engines[key] for key in sorted(devices.shared) if hasattr(engines[key], "rest")]
-    return config, pipeline
+    return pipeline
 
 
 async def _pipeline(
@@ -405,7 +406,7 @@ async def _pipeline(
     for loader in run.tasks.loaders.values():
         loader.status = run.trackers.status
         loader.slots = (config.pipeline.max_staleness + 1) * config.trainer.prompts_per_step
-    stream = PromptStream(sampler=parts.sampler(), loaders=loaders, name=config.sampler.name)
+    stream = PromptStream(sampler=parts.sampler, loaders=loaders, name=config.sampler.name)
     _restore(run, checkpoint.restore, buffer, loaders, stream)
     if run.start.found is not None:  # a dataloader that does not give its rows again is an error now
         with wrong_input():
@@ -486,7 +487,7 @@ def stop_at(goal: Goal, pipeline: Pipeline, seen: dict[str, float]) -> Callable[
 
 
 async def _data_plane(parts: Parts, run: RunContext) -> DataPlane:
-    plane = parts.data_plane(run.placement)
+    plane = parts.data_plane
 
     async def close(kind: object, error: BaseException | None, traceback: object) -> None:
         try:
@@ -508,7 +509,7 @@ async def _start_model(parts: Parts, run: RunContext, found: RunPrompts) -> Star
         return found.prompts
 
     config = parts.config
-    start = await model_source(config.model, run.start.host).start_model(
+    start = await parts.model.start_model(
         ModelRequest(
             directory=run.directory.model,
             prompts=prompts,
@@ -531,14 +532,14 @@ def _trainer(parts: Parts, run: RunContext, model: StartModel, teacher: str, dev
         parts.trainer_setup(model.path, teacher),
         prepare=model.prepare,
         resume_from=str(run.start.found.directory) if run.start.found else None,
-        transport=parts.transport(run.placement),
+        transport=parts.transport,
         env_vars=devices.trainer,
         shares_gpu=bool(devices.shared),
         profile=str(run.directory.profile),
         log=str(run.directory.logs / "trainer.log"),
     )
     chosen = parts.config.trainer
-    trainer: Trainer = run.start.host.make("trainer", chosen.name, setup, **chosen.options)
+    trainer: Trainer = parts.plugins.make("trainer", chosen.name, setup, **chosen.options)
     run.stack.push_async_callback(trainer.aclose)
     return trainer
 

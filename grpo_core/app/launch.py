@@ -11,9 +11,8 @@ from typing import Any
 
 from attrs import evolve
 
-from grpo_core.app import preflight
 from grpo_core.app import resume as continuing
-from grpo_core.app.model_sources import model_source
+from grpo_core.app.make import make, preflight
 from grpo_core.app.parts import Parts
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.app.resume import Launch
@@ -40,21 +39,25 @@ def new_run(
     offers: Offers = NO_OFFERS,
 ) -> Launch:
     """Prepare a new run.  The arguments are those of ``configure``.  Raises GrpoError for wrong input."""
-    config, host = configure(layers, changes, block, offers)
-    warnings = _checked(config, host)
-    config = with_absolute_paths(config, host)
-    if output is None:
-        output = unused(RUNS / ("+".join(config.tasks) + datetime.now().strftime("-%Y%m%d-%H%M%S")))
-    directory = RunDirectory.create(output, config)
-    opening = _opening(config, host)
-    return Launch(config=config, host=host, directory=directory, warnings=warnings, notes=(opening,))
+    parts = make(*configure(layers, changes, block, offers))
+    try:
+        warnings = _checked(parts)
+        parts.config = config = with_absolute_paths(parts.config, parts.plugins)
+        if output is None:
+            output = unused(RUNS / ("+".join(config.tasks) + datetime.now().strftime("-%Y%m%d-%H%M%S")))
+        directory = RunDirectory.create(output, config)
+    except BaseException:
+        parts.close()
+        raise
+    return Launch(parts=parts, directory=directory, warnings=warnings, notes=(_opening(parts),))
 
 
-def _opening(config: Config, host: PluginHost) -> str:
+def _opening(parts: Parts) -> str:
     """Return the first line of a new run: what it trains, on what, and about how long."""
+    config = parts.config
     chosen, model = config.trainer, config.model.path
     length = f"{chosen.epochs:g} epochs" if chosen.epochs else f"{chosen.steps} steps"
-    about = getattr(model_source(config.model, host), "about", lambda steps: "") if model else None
+    about = getattr(parts.model, "about", lambda steps: "") if model else None
     told = about and about(0 if chosen.epochs else chosen.steps)
     tasks = ", ".join(task.env for task in config.tasks.values())
     return f"training {model or config.engine.name} on {tasks}, {length}" + (f": {told}" if told else "")
@@ -68,9 +71,12 @@ def continued(
         resumed = continuing.find(path, changes, block, offers)
     try:
         if resumed.over is None:  # otherwise no part starts
-            resumed = evolve(resumed, warnings=_checked(resumed.config, resumed.host))
+            if resumed.found is not None:
+                continuing.check_states(resumed.found.directory, resumed.parts)
+            resumed = evolve(resumed, warnings=_checked(resumed.parts))
         continuing.begin(resumed)
     except BaseException:
+        resumed.parts.close()
         resumed.directory.unlock()
         raise
     return resumed
@@ -94,8 +100,8 @@ def configure(
     secrets.learn(given)
     config, host = configured([given], block, offers)
     with wrong_input():
-        hosted = Parts(config, host).text_engine(trains=False)  # without a model it has no preset
-    preset = {} if hosted else model_source(config.model, host).preset
+        parts = Parts(config, host, trains=False)
+        preset = {} if parts.text_engine else parts.model.preset
     return (build([replace_parts(preset, given), given], host.sections) if preset else config), host
 
 
@@ -107,8 +113,8 @@ def configure_target(
     *,
     tasks: bool,
     below: Sequence[Mapping[str, Any]] = (),
-) -> tuple[Config, PluginHost]:
-    """Build and check the configuration to play a target: its own, with changes.
+) -> Parts:
+    """Make the parts to play a target, whose configuration is its own with changes.
 
     Args:
         tasks: whether the changes define tasks.
@@ -117,23 +123,14 @@ def configure_target(
     The other arguments are those of ``configure``.  Raises GrpoError for wrong input.
     """
     own = without_overridden(found.table, changes, tasks=tasks)
-    config, host = configure([*below, own], changes, block, offers)
-    check_config(config, host, trains=False)
-    return config, host
+    return make(*configure([*below, own], changes, block, offers), trains=False)
 
 
-def _checked(config: Config, host: PluginHost) -> list[tuple[str, str]]:
-    """Check a configuration before a run starts; return causes and messages of the plugins' warnings."""
-    check_config(config, host)
-    check_model(config, host)
+def _checked(parts: Parts) -> list[tuple[str, str]]:
+    """Check the model's files; return causes and messages of the plugins' warnings."""
+    check_model(parts.config, parts.plugins)
     with wrong_input():
-        return preflight.checks_of_plugins(config, host)
-
-
-def check_config(config: Config, host: PluginHost, *, trains: bool = True) -> None:
-    """Check the parts that the configuration names; errors are input errors."""
-    with wrong_input():
-        preflight.check(config, host, trains=trains)
+        return preflight(parts)
 
 
 def check_model(config: Config, host: PluginHost) -> list[str]:

@@ -27,7 +27,7 @@ from grpo_core.engines.text import without_tokens
 from grpo_core.loop.metrics import validation_metrics
 from grpo_core.models.files import chat_template
 from grpo_core.models.fitting import check_files
-from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
+from grpo_core.plugins.host import NO_OFFERS, Offers
 from grpo_core.processes.secrets import masked
 from grpo_core.reporting.files import metrics_line
 from grpo_core.reporting.stored import write_validation
@@ -42,7 +42,9 @@ class Measurement:
     """A validation that is ready to play."""
 
     config: Config
-    host: PluginHost
+    """The configuration of all tasks."""
+    parts: Parts
+    """The parts of the tasks to measure."""
     target: EvalTarget
     only: Sequence[str]
     directory: Path
@@ -79,7 +81,7 @@ class Measurement:
             "results": results,
         }
         report = masked(report)
-        provenance.write(self.directory, self.config, self.host)
+        provenance.write(self.directory, self.config, self.parts.plugins)
         line = metrics_line(self.target.version, time.time(), validation_metrics(results))
         text = json.dumps(report, indent=2)
         files = {CONFIG: as_toml(self.config), "metrics.jsonl": line, "results.json": f"{text}\n"}
@@ -89,7 +91,7 @@ class Measurement:
 
     def _stored(self, groups: Sequence[Group]) -> Sequence[Group]:
         """Return groups as they are stored: a text engine has no tokens."""
-        if not Parts(self.config, self.host).text_engine(trains=False):
+        if not self.parts.text_engine:
             return groups
         return [
             evolve(group, rollouts=tuple(without_tokens(rollout) for rollout in group.rollouts))
@@ -102,18 +104,15 @@ class Measurement:
         Args:
             emit: receives the rollouts, as an event, also if the strategy fails.
         """
-        config, only = self.config, self.only
+        parts, only = self.parts, self.only
+        config = parts.config
         sets = [name for name in config.validation.sets if name in only or not only]
-        if only and self.target.model is not None:  # or the model may be made from the prompts of all tasks
-            needed = {*only, *(config.validation.sets[name].task for name in sets)}
-            config = evolve(config, tasks={name: one for name, one in config.tasks.items() if name in needed})
         held_out: list[HeldOut] = []
 
         async def look(tasks: Tasks) -> None:
             held_out.extend(await _held_out(config, tasks, sets, only))
 
-        around = start_session(config, self.host, self.target, status, sets=sets, look=look)
-        async with around as session:
+        async with start_session(parts, self.target, status, sets=sets, look=look) as session:
             renderer, found = session.renderer, RunPrompts(held_out=held_out)
             if isinstance(renderer, Renderer):  # a model's renderer
                 found, messages = await found.short_enough(config.rollout.max_prompt_tokens, {}, renderer)
@@ -126,7 +125,6 @@ class Measurement:
                 if there < wanted != ValidationConfig().prompts:  # somebody has chosen it
                     status(f"validation.prompts = {wanted}: there are {there}, and all of them are measured")
             status("validating")
-            parts = Parts(session.config, self.host)
             validation = parts.validation(found.held_out, session.engine, renderer, parts.places(), emit=emit)
             return await validation.measure(self.target.version, validation.parts)
 
@@ -156,9 +154,10 @@ def prepare(
     """
     with wrong_input():
         measured = find_target(target, changes.get("plugins"), block, step)
-    config, host = configure_target(measured, changes, block, offers, tasks=tasks)
+    parts = configure_target(measured, changes, block, offers, tasks=tasks)
+    config = parts.config
     engine = (config.validation.engine or config.engine).name
-    if Parts(config, host).text_engine(trains=False):  # of a run only the tasks are used
+    if parts.text_engine:  # of a run only the tasks are used
         measured = evolve(measured, name=f"engine {engine}", model=None, version=0, notes=())
     elif target is None:
         raise ConfigError(
@@ -177,8 +176,12 @@ def prepare(
         in_run = Path(target, "validated", now) if target and Path(target, CONFIG).is_file() else None
         of_model = RUNS / f"{'+'.join(config.tasks or config.validation.sets)}-validated-{now}"
         output = unused(in_run or of_model)
+    if only and measured.model is not None:  # or the model may be made from the prompts of all tasks
+        needed = {*only, *(one.task for name, one in config.validation.sets.items() if name in only)}
+        tasks_of = {name: one for name, one in config.tasks.items() if name in needed}
+        parts.config = evolve(config, tasks=tasks_of)
     directory = new_directory(output)
-    return Measurement(config=config, host=host, target=measured, only=only, directory=directory)
+    return Measurement(config=config, parts=parts, target=measured, only=only, directory=directory)
 
 
 async def _held_out(

@@ -1,17 +1,20 @@
-"""Makes the parts that a configuration names, each from its own sections; starts nothing."""
+"""The parts that a configuration names, each made once from its own sections; nothing starts here."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from attrs import evolve, frozen
+from attrs import define, evolve, field
 
 from grpo_core.app import workers
+from grpo_core.app.model_sources import StartModelSource, model_source
 from grpo_core.app.placement import Placement
 from grpo_core.config import Config, EngineConfig, TrainerConfig, ValidationConfig
 from grpo_core.config.generation import RolloutConfig
@@ -69,17 +72,29 @@ PROMPTS = 12
 """Number of prompts that the canary begins with."""
 
 
-@frozen
+@define(eq=False, slots=False)
 class Parts:
-    """The parts that a configuration names, made by its plugins."""
+    """The parts that a configuration names; ``make`` makes and checks all that need no model."""
 
     config: Config
+    """The configuration; keys that depend on the model or the prompts are completed when these are known."""
     plugins: PluginHost
+    trains: bool = True
+    """Whether they train; otherwise an engine plays alone."""
+    _strategies: dict[str, ValidationStrategy] = field(init=False, factory=dict)
+
+    def close(self) -> None:
+        """Close what was made and will not start."""
+        plane = vars(self).get("data_plane")
+        if plane is not None:
+            with ThreadPoolExecutor(1) as thread:  # an event loop may run in this one
+                thread.submit(asyncio.run, plane.aclose()).result()
 
     # ------------------------------------------------------------------------------ places
 
+    @cached_property
     def placement(self) -> Placement:
-        """Make the placement of engines and environments, not yet connected."""
+        """The placement of engines and environments, not yet connected."""
         chosen = self.config.placement
         return cast(Placement, self.plugins.make("placement", chosen.name, self.plugins, **chosen.options))
 
@@ -100,35 +115,43 @@ class Parts:
         count = selected.offer.workers
         return 1 if count is None else int(selected.loaded(count)(self.config, self.plugins))
 
-    def data_plane(self, placement: Placement) -> DataPlane:
-        """Make the data plane, not yet started.
-
-        Raises ConfigError if it cannot work with the placement.
-        """
+    @cached_property
+    def data_plane(self) -> DataPlane:
+        """The data plane, not yet started.  Raises ConfigError if it cannot work with the placement."""
         chosen = self.config.data_plane
-        return cast(DataPlane, self.plugins.make("data_plane", chosen.name, placement, **chosen.options))
+        return cast(DataPlane, self.plugins.make("data_plane", chosen.name, self.placement, **chosen.options))
 
     # ------------------------------------------------------------------------------ engines and trainer
 
-    def engines(self, *, trains: bool = True) -> dict[str, EngineConfig]:
-        """Return the sections of the engines that training, or a validation alone, starts, by key."""
+    @cached_property
+    def model(self) -> StartModelSource:
+        """The source of the model that training starts from."""
+        return model_source(self.config.model, self.plugins)
+
+    @property
+    def engines(self) -> dict[str, EngineConfig]:
+        """The sections of the engines that start, by key."""
         own = self.config.validation.engine
-        if trains:
+        if self.trains:
             with_own = own is not None and self.config.validation.measures
             return {"engine": self.config.engine} | ({"validation.engine": own} if own and with_own else {})
         return {"engine": self.config.engine} if own is None else {"validation.engine": own}
 
-    def text_engine(self, *, trains: bool = True) -> str:
-        """Return the key of an engine without tokens; empty if there is none."""
-        for key, section in self.engines(trains=trains).items():
+    @property
+    def text_engine(self) -> str:
+        """Key of an engine without tokens; empty if there is none."""
+        for key, section in self.engines.items():
             if self.plugins.find("engine", section.name).offer.gives == "text":
                 return key
         return ""
 
     def engine_setup(
-        self, section: EngineConfig, model: str, *, logs: Path | None, colocated: bool, trains: bool = True
+        self, section: EngineConfig, model: str, *, logs: Path | None, colocated: bool
     ) -> EngineSetup:
         """Make the setup of an engine.
+
+        If the order of training is fixed, and no completion mixes versions by timing, then equal seeds can
+        give equal weights, which needs the engine's support.
 
         Args:
             section: of this engine.
@@ -136,9 +159,6 @@ class Parts:
                 directory.
             logs: directory of its log files.
             colocated: whether training runs on this machine at the same time.
-            trains: whether its completions are trained.  If the order of training is fixed, and no completion
-                mixes versions by timing, then equal seeds can give equal weights, which needs the engine's
-                support.
         """
         config, pipeline = self.config, self.config.pipeline
         fixed = pipeline.policy == "in_order" and not (pipeline.max_staleness and pipeline.in_flight_updates)
@@ -151,14 +171,13 @@ class Parts:
             log_directory=str(logs.absolute()) if logs else None,
             deadline=section.deadline,
             max_requests=section.max_requests,
-            reproducible=trains and fixed,
+            reproducible=self.trains and fixed,
         )
 
     def engine(
         self,
         section: EngineConfig,
         setup: EngineSetup,
-        placement: Placement,
         env_vars: Sequence[Mapping[str, str]] = (),
     ) -> Engine:
         """Make the engine of a section, or its pool of engines.
@@ -169,7 +188,7 @@ class Parts:
         return workers.make_engine(
             section,
             setup,
-            placement,
+            self.placement,
             self.plugins,
             tolerance=self.canary_tolerance(section),
             env_vars=[{**self.plugins.variables(), **each} for each in env_vars or [{}]],
@@ -192,11 +211,12 @@ class Parts:
         dtype = section.options.get("dtype", "auto")
         return Tolerance(self.config.health.canary_tolerance, "" if dtype == "auto" else str(dtype))
 
-    def transport(self, placement: Placement) -> str:
-        """Choose the transport of weights.  Raises ConfigError, PluginError."""
+    @property
+    def transport(self) -> str:
+        """The transport of weights.  Raises ConfigError, PluginError."""
         own = self.config.validation.engine if self.config.validation.measures else None
         here = self.trainer_here is not None
-        return workers.transport(self.config.engine, own, placement, self.plugins, from_here=here)
+        return workers.transport(self.config.engine, own, self.placement, self.plugins, from_here=here)
 
     def trainer_setup(self, model: str, teacher: str = "") -> TrainerSetup:
         """Make the part of the trainer's setup that the configuration determines.
@@ -271,8 +291,9 @@ class Parts:
         """Whether rows with advantage 0 are trained, as set by the configuration or the loss."""
         return self.config.loss.all_rows or "all_rows" in self.needs
 
+    @cached_property
     def sampler(self) -> Sampler:
-        """Make the sampler; factories with these parameters get ``seed`` and the tasks' ``weights``."""
+        """The sampler; factories with these parameters get ``seed`` and the tasks' ``weights``."""
         chosen = self.config.sampler
         factory = self.plugins.factory("sampler", chosen.name)
         takes = inspect.signature(factory).parameters
@@ -447,12 +468,12 @@ class Parts:
 
         return observe
 
-    def strategy(self, section: ValidationConfig) -> ValidationStrategy:
-        """Make the strategy of ``[validation]``, or of a set."""
-        strategy: ValidationStrategy = self.plugins.make(
-            "validation_strategy", section.name, **section.options
-        )
-        return strategy
+    def strategy(self, section: ValidationConfig, of_set: str = "") -> ValidationStrategy:
+        """Return the strategy of ``[validation]``, or of a set, whose section is given."""
+        if of_set not in self._strategies:
+            made = self.plugins.make("validation_strategy", section.name, **section.options)
+            self._strategies[of_set] = made
+        return self._strategies[of_set]
 
     def validation(
         self,
@@ -485,7 +506,7 @@ class Parts:
                 group_size=rollout.group_size,
                 places=places,
             )
-            strategy, interval = self.strategy(config), Interval(config.every, config.at_start)
+            strategy, interval = self.strategy(config, part.name), Interval(config.every, config.at_start)
             return Measured(
                 set=part.name, name=config.name, strategy=strategy, interval=interval, context=context
             )

@@ -13,6 +13,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from grpo_core._version import __version__
+from grpo_core.app.make import make
 from grpo_core.app.parts import Parts, engine_dtype, intervals
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.app.provenance import file_hashes
@@ -23,7 +24,7 @@ from grpo_core.data.samplers import load_plugin_state
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import BufferStatistics
 from grpo_core.loop.endings import GOAL_REACHED, Goal
-from grpo_core.loop.saved import SavedPipeline, SavedRun
+from grpo_core.loop.saved import SavedRun
 from grpo_core.loop.schedule import KEYS as SCHEDULE
 from grpo_core.loop.schedule import rate
 from grpo_core.models.files import directory_here, published_dtype
@@ -69,8 +70,7 @@ class Over:
 class Launch:
     """A run that starts or resumes; its directory is locked."""
 
-    config: Config
-    host: PluginHost
+    parts: Parts
     directory: RunDirectory
     before: Config | None = None
     """Configuration of the previous start; None for a new run."""
@@ -121,7 +121,7 @@ def _found(
     finished = None
     if over is not None and over.complete:
         finished = Launch(
-            config=before, host=host, directory=directory, found=found, over=over, notes=(over.told,)
+            parts=Parts(before, host), directory=directory, found=found, over=over, notes=(over.told,)
         )
     if finished is not None and not changes:
         return finished
@@ -157,7 +157,6 @@ def _found(
                     f"the run ended after step {found.step} by an error: {error} (the canary had proved "
                     f"{proved})"
                 )
-            _check_states(found.directory, state, config, host)
         if over is None:
             notes += _consequences(before, config, changes)
             steps, seconds = directory.work_after(found.step)
@@ -166,8 +165,7 @@ def _found(
         else:
             notes += [over.told, "writing what its trackers write at the end, such as its page"]
     return Launch(
-        config=config,
-        host=host,
+        parts=Parts(config, host) if over is not None else make(config, host),
         directory=directory,
         before=before,
         found=found,
@@ -227,8 +225,8 @@ def _over(path: Path, found: checkpoint.Found, config: Config, directory: RunDir
 
 def begin(resumed: Launch) -> None:
     """Write the configuration if it has changed."""
-    if resumed.before not in (None, resumed.config):
-        resumed.directory.replace_config(resumed.config)
+    if resumed.before not in (None, resumed.parts.config):
+        resumed.directory.replace_config(resumed.parts.config)
         if resumed.found is None:
             resumed.directory.remove_model()  # it was made for the previous configuration
 
@@ -318,17 +316,19 @@ def check_held(path: Path, before: Published | None, now: Published | None) -> N
         before.check((name, dtype, total) for name, dtype, total in known if total is not None)
 
 
-def _check_states(directory: Path, state: SavedPipeline, config: Config, host: PluginHost) -> None:
+def check_states(directory: Path, parts: Parts) -> None:
     """Raise CheckpointError for a state of a loader, a sampler or a strategy with wrong types."""
-    checkpoint.read_loaders(directory)
-    parts = Parts(config, host)
-    if state.get("sampler_name", config.sampler.name) == config.sampler.name:
-        load_plugin_state(parts.sampler(), f"sampler {config.sampler.name!r}", state["sampler"])
-    validation = config.validation
-    for name, saved in state.get("validation", {}).items():
-        chosen = validation.of_set(name) if name in validation.sets else None if name else validation
-        if chosen is not None and chosen.name == saved["strategy"]:
-            load_plugin_state(parts.strategy(chosen), f"validation strategy {chosen.name!r}", saved["state"])
+    config, validation = parts.config, parts.config.validation
+    with checkpoint.reading(directory):
+        checkpoint.read_loaders(directory)
+        state = checkpoint.read_pipeline(directory)
+        if state.get("sampler_name", config.sampler.name) == config.sampler.name:
+            load_plugin_state(parts.sampler, f"sampler {config.sampler.name!r}", state["sampler"])
+        for name, saved in state.get("validation", {}).items():
+            chosen = validation.of_set(name) if name in validation.sets else None if name else validation
+            if chosen is not None and chosen.name == saved["strategy"]:
+                who = f"validation strategy {chosen.name!r}"
+                load_plugin_state(parts.strategy(chosen, name), who, saved["state"])
 
 
 def _check_staleness(path: Path, ready: Any, bound: int) -> None:

@@ -11,9 +11,8 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from grpo_core.app.model_sources import ModelRequest, StartModel, model_source, with_max_tokens
+from grpo_core.app.model_sources import ModelRequest, StartModel, with_max_tokens
 from grpo_core.app.parts import Parts, sampling_params
-from grpo_core.app.placement import Placement
 from grpo_core.app.target import EvalTarget
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config
@@ -27,7 +26,6 @@ from grpo_core.engines.text import PlayingText, TextRenderer, without_tokens
 from grpo_core.loop.rollout import RolloutRequest, derive_seed, play
 from grpo_core.models.files import chat_template
 from grpo_core.models.fitting import check_files
-from grpo_core.plugins.host import PluginHost
 from grpo_core.processes.aio import gather
 from grpo_core.processes.child import scratch_directory
 from grpo_core.processes.cores import thread_count
@@ -108,8 +106,7 @@ class Session:
 
 @contextlib.asynccontextmanager
 async def start_session(
-    config: Config,
-    host: PluginHost,
+    parts: Parts,
     target: EvalTarget,
     status: Callable[[str], None],
     *,
@@ -129,30 +126,32 @@ async def start_session(
         status(note)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(reported_to(lines_of_incidents(status)))
-        parts = Parts(config, host)
-        placement = parts.placement()
         status("starting the environments")
-        tasks = await stack.enter_async_context(Tasks.start(config, host, placement, sets=sets))
+        around = Tasks.start(parts.config, parts.plugins, parts.placement, sets=sets)
+        tasks = await stack.enter_async_context(around)
         if look is not None:
             await look(tasks)
-        if parts.text_engine(trains=False):
+        if parts.text_engine:
             engine, renderer = _start_text(parts, stack)
         else:
             start = StartModel(path=str(target.model))
             if target.model is None:
                 start = await _start_model(parts, tasks, stack, status)
-            config = with_max_tokens(config, start.max_tokens)
-            path = Path(start.path)
-            engine, renderer = await _start_engine(parts, target, path, placement, stack, status)
+            parts.config = with_max_tokens(parts.config, start.max_tokens)
+            engine, renderer = await _start_engine(parts, target, Path(start.path), stack, status)
         yield Session(
-            config=config, engine=engine, renderer=renderer, environments=tasks.environments, tasks=tasks
+            config=parts.config,
+            engine=engine,
+            renderer=renderer,
+            environments=tasks.environments,
+            tasks=tasks,
         )
 
 
 def _start_text(parts: Parts, stack: contextlib.AsyncExitStack) -> tuple[Engine, protocols.Renderer]:
     """Start an engine that needs no weights; it ends with the stack."""
-    ((_, section),) = parts.engines(trains=False).items()
-    setup = parts.engine_setup(section, "", logs=None, colocated=False, trains=False)
+    (section,) = parts.engines.values()
+    setup = parts.engine_setup(section, "", logs=None, colocated=False)
     renderer = TextRenderer()
     hosted: Any = parts.plugins.make("engine", section.name, setup, **section.options)
     engine = PlayingText(hosted, renderer)
@@ -164,7 +163,6 @@ async def _start_engine(
     parts: Parts,
     target: EvalTarget,
     path: Path,
-    placement: Placement,
     stack: contextlib.AsyncExitStack,
     status: Callable[[str], None],
 ) -> tuple[Engine, protocols.Renderer]:
@@ -172,13 +170,13 @@ async def _start_engine(
     from grpo_core.training.building import saved_tensors
     from grpo_core.weights.shm import SharedMemoryWriter
 
-    config, engines = parts.config, parts.engines(trains=False)
+    config, engines = parts.config, parts.engines
     ((key, section),) = engines.items()
     for odd in await asyncio.to_thread(check_files, path, chat_template(config.model.chat_template)):
         status(f"warning: {odd}")
-    devices = await asyncio.to_thread(placement.devices, None, engines)
-    setup = parts.engine_setup(section, str(path), logs=None, colocated=False, trains=False)
-    engine = parts.engine(section, setup, placement, devices.engines.get(key, ()))
+    devices = await asyncio.to_thread(parts.placement.devices, None, engines)
+    setup = parts.engine_setup(section, str(path), logs=None, colocated=False)
+    engine = parts.engine(section, setup, devices.engines.get(key, ()))
     stack.push_async_callback(engine.aclose)
     status("loading the model")
     renderer = await asyncio.to_thread(parts.renderer, str(path), [section])
@@ -210,7 +208,7 @@ async def _start_model(
         seed=config.seed,
         status=show,
     )
-    start = await model_source(config.model, parts.plugins).start_model(request)
+    start = await parts.model.start_model(request)
     if (make := start.prepare) is not None:
         status(start.doing)
         threads = thread_count(config.trainer.threads, config.pipeline.max_staleness > 0)  # like the trainer

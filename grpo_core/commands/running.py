@@ -134,7 +134,8 @@ def train(
             )
         path = RunDirectory.latest(RUNS) if resume == "latest" else Path(resume)
         start = continued(path, changes, block)
-    view = start.config.tracking.options.get("terminal", {}).get("view")
+    configured, host = start.parts.config, start.parts.plugins
+    view = configured.tracking.options.get("terminal", {}).get("view")
     tell = complain if view == "json" else say  # standard output has JSON and nothing else
     with to_a_reader():
         for note in start.notes if resume is not None or view not in ("quiet", "json") else ():
@@ -156,12 +157,12 @@ def train(
     finally:
         directory.unlock()
     with to_a_reader():
-        if start.config.trainer.profile and over is None:
-            tell(_profile(directory.profile, start.config.trainer.profile))
+        if configured.trainer.profile and over is None:
+            tell(_profile(directory.profile, configured.trainer.profile))
         tell(_summary(outcome))
         if directory.page.is_file():
             tell(f"page: {directory.page}")
-        elif REPORT in start.config.tracking.trackers and not start.host.offers("tracker", REPORT):
+        elif REPORT in configured.tracking.trackers and not host.offers("tracker", REPORT):
             tell(f"page: {install_command('tracker', REPORT)}, then grpo-core report {directory.path}")
         tell(NEXT + _next(outcome, again))
     return INTERRUPTED if outcome.reason == "interrupted" else 0

@@ -138,7 +138,7 @@ A command that computes steps of a run again, or reads settings:
 
 A command that estimates a run before it starts (see ``grpo_plugin_doctor``):
 
-    launch, model_source        check a configuration and its model
+    make, launch, model_source  make the parts of a configuration, and check its model
     gpus, engine_dtype, find_transport, teacher_model    what a run will start on this machine
     files, ModelFiles           find and read the files of a model
     Scorer, MicroBatch, Passes, for_training, packing    compute what training computes
@@ -160,6 +160,8 @@ if TYPE_CHECKING:
     from grpo_core.app import sourced as sourced
     from grpo_core.app.data import Source as Source
     from grpo_core.app.gpus import Devices as Devices
+    from grpo_core.app.make import check_task as check_task
+    from grpo_core.app.make import make as make
     from grpo_core.app.model_sources import ModelRequest as ModelRequest
     from grpo_core.app.model_sources import StartModel as StartModel
     from grpo_core.app.model_sources import model_source as model_source
@@ -171,7 +173,6 @@ if TYPE_CHECKING:
     from grpo_core.app.placement import LocalPlacement as LocalPlacement
     from grpo_core.app.placement import Placement as Placement
     from grpo_core.app.placement import Retain as Retain
-    from grpo_core.app.preflight import check_task as check_task
     from grpo_core.app.session import start_session as start_session
     from grpo_core.app.target import find_target as find_target
     from grpo_core.app.target import teacher_model as teacher_model

@@ -27,6 +27,7 @@ from grpo_core.kit import (
     files,
     inert,
     launch,
+    make,
     model_source,
     parse_settings,
     read_toml,
@@ -257,7 +258,7 @@ def _of_plugins(host: PluginHost) -> Iterator[Check]:
 def _of_configuration(config: Config, host: PluginHost, gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
     about = f"{', '.join(config.tasks) or 'no task'} with model {config.model.path}"
     try:
-        launch.check_config(config, host)
+        make(config, host).close()
     except GrpoError as error:
         yield Check(name="configuration", found=about, status="problem", advice=str(error))
     else:
