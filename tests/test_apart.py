@@ -12,7 +12,7 @@ from test_agents import played_in
 
 from grpo_core import cli
 from grpo_core.app.placement import LocalPlacement
-from grpo_core.app.workers import make_environment
+from grpo_core.app.tasks import make_environment
 from grpo_core.config import EnvironmentConfig, TaskConfig
 from grpo_core.contracts.errors import PluginError
 from grpo_core.contracts.limits import Limits

@@ -32,7 +32,7 @@ from grpo_core.app.parts import (
 from grpo_core.app.resume import Launch, changed_schedule, check_held, identity
 from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.app.tasks import Tasks
-from grpo_core.config import Config, as_table
+from grpo_core.config import as_table
 from grpo_core.contracts.errors import describe, fault_of, wrong_input
 from grpo_core.contracts.events import (
     ErrorRaised,
@@ -57,8 +57,6 @@ from grpo_core.loop.retention import Retention
 from grpo_core.loop.timeline import Timeline, taken_down
 from grpo_core.loop.trend import Trend
 from grpo_core.loop.versions import Interval
-from grpo_core.models.files import chat_template
-from grpo_core.models.fitting import check_files
 from grpo_core.processes.aio import gather
 from grpo_core.processes.garbage import spare_the_collector
 from grpo_core.reporting.room import DiskRoom
@@ -176,6 +174,7 @@ async def _train(run: RunContext, interruptible: Callable[[Pipeline], None]) -> 
     try:
         async with run.stack as stack:
             stack.enter_context(reported_to(trackers.report))
+            stack.push_async_callback(run.parts.aclose)
             stack.enter_context(taken_down(timeline))
             timeline.stage("start")
             if over is None:
@@ -255,17 +254,16 @@ async def _start(run: RunContext) -> Pipeline:
     """Start every part of a run, and notify the trackers of its start."""
     parts, directory = run.parts, run.directory
     run.trackers.status("starting the environments")
+    importing = asyncio.create_task(asyncio.to_thread(_import_what_is_needed_soon))
     around = Tasks.start(
-        parts.config,
-        parts.plugins,
-        parts.placement,
+        parts,
         sets=parts.config.validation.due_sets,
         logs=directory.logs,
-        ranks=0 if parts.trainer_here else parts.ranks,
         tries=run.start.found is None,  # the rows of a resumed run are proved
     )
     try:
         run.tasks = await run.stack.enter_async_context(around)
+        await importing
         for remark in filter(None, (each.remark for each in run.tasks.environments.values())):
             run.trackers.status(remark)
         pipeline = await build_pipeline(run)
@@ -332,8 +330,8 @@ async def build_pipeline(run: RunContext) -> Pipeline:
     check_loaders(config, tasks.loaders, parts.sampler)
     at_hand = {name: part for name, part in found.prompts.items() if name not in tasks.loaders}
     await judge_one_reply(tasks.environments, at_hand)
-    plane = await _data_plane(parts, run)
-    model = await _start_model(parts, run, found)
+    plane = await _data_plane(run)
+    model = await _start_model(run, found)
     teacher = config.teacher.path and await fetched(config.teacher.path, run.trackers.status)
     if config.rollout.max_tokens == 0:
         parts.config = config = with_max_tokens(config, model.max_tokens)
@@ -356,7 +354,7 @@ async def build_pipeline(run: RunContext) -> Pipeline:
         renderer, found = await load_renderer()
     sizes = {name: tasks.size(name, part) for name, part in found.prompts.items()}
     parts.config = config = with_steps(config, sizes)
-    trainer = _trainer(parts, run, model, teacher, devices)
+    trainer = _trainer(run, model, teacher, devices)
     engines: dict[str, Any] = {}
     for key, section in parts.engines.items():
         trains = key == "engine"
@@ -366,18 +364,16 @@ async def build_pipeline(run: RunContext) -> Pipeline:
         setup = parts.engine_setup(section, model.path, logs=logs, colocated=colocated)
         setup = evolve(setup, shares_gpu=key in devices.shared)
         engines[key] = parts.engine(section, setup, devices.engines.get(key, ()))
-        run.stack.push_async_callback(engines[key].aclose)
-    await asyncio.to_thread(_import_what_is_needed_soon)
-    await trainer.started()  # after the imports: a trainer in a thread may import the same modules
+    starting = [each.started() for each in engines.values() if hasattr(each, "started")]
+    await gather([trainer.started(), *starting])
     if renderer is None:
         renderer, found = await load_renderer()
-    pipeline = await _pipeline(parts, run, found, renderer, trainer, plane, engines, Path(model.path))
+    pipeline = await _pipeline(run, found, renderer, trainer, plane, engines, Path(model.path))
     pipeline.resting = [engines[key] for key in sorted(devices.shared) if hasattr(engines[key], "rest")]
     return pipeline
 
 
 async def _pipeline(
-    parts: Parts,
     run: RunContext,
     found: RunPrompts,
     renderer: Renderer,
@@ -390,7 +386,7 @@ async def _pipeline(
 
     ``start`` is the directory of the model that the run starts from.
     """
-    config, prompts, held_out = parts.config, found.prompts, found.held_out
+    parts, config, prompts, held_out = run.parts, run.parts.config, found.prompts, found.held_out
     environments = run.tasks.environments
     found_odd = await first_look(config.rollout, environments, prompts, renderer, held_out)
     found_odd |= await asyncio.to_thread(leaks, prompts, held_out)
@@ -402,16 +398,20 @@ async def _pipeline(
     if run.start.found is not None and (changed := changed_schedule(run.start.found, config.trainer)):
         found_odd["schedule"] = changed
     run.warnings += found_odd.items()
-    buffer, loaders, places = parts.buffer(), _loaders(config, run.tasks, prompts), parts.places()
-    for loader in run.tasks.loaders.values():
+    buffer, places, ahead = parts.buffer(), parts.places(), run.tasks.loaders
+    for loader in ahead.values():
         loader.status = run.trackers.status
         loader.slots = (config.pipeline.max_staleness + 1) * config.trainer.prompts_per_step
+    loaders: Loaders = {
+        name: ahead[name] if name in ahead else IndexedLoader(name, part, seed=config.seed)
+        for name, part in prompts.items()
+    }
     stream = PromptStream(sampler=parts.sampler, loaders=loaders, name=config.sampler.name)
     _restore(run, checkpoint.restore, buffer, loaders, stream)
     if run.start.found is not None:  # a dataloader that does not give its rows again is an error now
         with wrong_input():
             await gather(loader.first(1) for loader in loaders.values())
-    engine = WeightsTrackingEngine(engines["engine"], partial(_check_held, parts, run, engines["engine"]))
+    engine = WeightsTrackingEngine(engines["engine"], partial(_check_held, run, engines["engine"]))
     own = engines.get("validation.engine")
     validation = parts.validation(
         held_out, own or engine, renderer, places, emit=run.emit, last=config.trainer.steps
@@ -422,7 +422,7 @@ async def _pipeline(
     validate: Validate = validation
     watch: list[Watch] = [trainer.watch, run.trackers.watch]
     if own is not None:
-        validate = _dedicated(parts, run, validation, own, engine)
+        validate = _dedicated(run, validation, own, engine)
         watch.append(validate.watch)
     pipeline = Pipeline(
         buffer=buffer,
@@ -444,7 +444,7 @@ async def _pipeline(
         },
         validate=validate,
         validate_first=validation.measured < run.step,
-        save=_save(parts, run, trainer, buffer, loaders, stream, validation, engine, start),
+        save=_save(run, trainer, buffer, loaders, stream, validation, engine, start),
     )
     run.trackers.on_stop(partial(pipeline.stop, at_leisure=True))
     if config.trainer.stop_when:
@@ -486,66 +486,61 @@ def stop_at(goal: Goal, pipeline: Pipeline, seen: dict[str, float]) -> Callable[
 # ---------------------------------------------------------------------------------- parts that start
 
 
-async def _data_plane(parts: Parts, run: RunContext) -> DataPlane:
-    plane = parts.data_plane
+async def _data_plane(run: RunContext) -> DataPlane:
+    plane = run.parts.data_plane
 
     async def close(kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             if plane.remote and error is None:
                 await run.trackers.flush()  # trackers still fetch tokens for files from the plane
         finally:
-            await plane.aclose()
+            await run.parts.aclose()
 
     run.stack.push_async_exit(close)
     await plane.started()
-    check_reader(plane, parts.config.data_plane.name)
+    check_reader(plane, run.parts.config.data_plane.name)
     return plane
 
 
-async def _start_model(parts: Parts, run: RunContext, found: RunPrompts) -> StartModel:
+async def _start_model(run: RunContext, found: RunPrompts) -> StartModel:
     """Return the model that the run starts from; make it if necessary."""
 
     async def prompts() -> Mapping[str, Sequence[Prompt]]:
         return found.prompts
 
-    config = parts.config
-    start = await parts.model.start_model(
+    start = await run.parts.model.start_model(
         ModelRequest(
             directory=run.directory.model,
             prompts=prompts,
             environments=run.tasks.environments,
-            seed=config.seed,
+            seed=run.parts.config.seed,
             status=run.trackers.status,
         )
     )
     if start.prepare is None:  # it may have just been downloaded
-        path, template = Path(start.path), chat_template(config.model.chat_template)
-        odd = await asyncio.to_thread(check_files, path, template)
+        odd = await asyncio.to_thread(run.parts.odd_files, Path(start.path))
         run.warnings += [("model", each) for each in odd]
     return start
 
 
-def _trainer(parts: Parts, run: RunContext, model: StartModel, teacher: str, devices: Devices) -> Trainer:
-    """Start the trainer, which makes the model if necessary."""
+def _trainer(run: RunContext, model: StartModel, teacher: str, devices: Devices) -> Trainer:
+    """Make the trainer, which makes the model if necessary."""
     run.trackers.status(model.doing)
     setup = evolve(
-        parts.trainer_setup(model.path, teacher),
+        run.parts.trainer_setup(model.path, teacher),
         prepare=model.prepare,
         resume_from=str(run.start.found.directory) if run.start.found else None,
-        transport=parts.transport,
+        transport=run.parts.transport,
         env_vars=devices.trainer,
         shares_gpu=bool(devices.shared),
         profile=str(run.directory.profile),
         log=str(run.directory.logs / "trainer.log"),
     )
-    chosen = parts.config.trainer
-    trainer: Trainer = parts.plugins.make("trainer", chosen.name, setup, **chosen.options)
-    run.stack.push_async_callback(trainer.aclose)
-    return trainer
+    return run.parts.trainer(setup)
 
 
 def _import_what_is_needed_soon() -> None:
-    """Import a slow module while the trainer starts."""
+    """Import a slow module while the environments start; a trainer in a thread may import it, too."""
     with contextlib.suppress(ImportError):  # transformers 4 has other modules; this only saves time
         importlib.import_module("transformers.tokenization_utils_tokenizers")
 
@@ -553,19 +548,11 @@ def _import_what_is_needed_soon() -> None:
 # ---------------------------------------------------------------------------------- parts of the loop
 
 
-def _loaders(config: Config, tasks: Tasks, prompts: Mapping[str, Sequence[Prompt]]) -> Loaders:
-    ahead = tasks.loaders
-    return {
-        name: ahead[name] if name in ahead else IndexedLoader(name, part, seed=config.seed)
-        for name, part in prompts.items()
-    }
-
-
 def _dedicated(
-    parts: Parts, run: RunContext, measure: Validation, own: Engine, trained: WeightsTrackingEngine
+    run: RunContext, measure: Validation, own: Engine, trained: WeightsTrackingEngine
 ) -> DedicatedValidator:
     """Make the validator that has its own engine."""
-    validation = parts.config.validation
+    validation = run.parts.config.validation
     section = validation.engine
     assert section is not None
     return DedicatedValidator(
@@ -573,19 +560,19 @@ def _dedicated(
         engine=own,
         trained=trained,
         emit=run.emit,
-        last=parts.config.trainer.steps,
+        last=run.parts.config.trainer.steps,
         pauses=validation.pause,
         deadline=SYNC_ATTEMPTS * section.deadline + SYNC_GRACE,
-        canary_tolerance=parts.canary_tolerance(section),
+        canary_tolerance=run.parts.canary_tolerance(section),
     )
 
 
-def _check_held(parts: Parts, run: RunContext, engine: Engine, weights: Weights) -> None:
+def _check_held(run: RunContext, engine: Engine, weights: Weights) -> None:
     """Raise ConfigError if the engine of a resumed run holds other weights than before."""
     if (found := run.start.found) is None:
         return
     try:
-        now = parts.published(engine, weights, weights.version)
+        now = run.parts.published(engine, weights, weights.version)
         check_held(run.directory.path, Published.read(found.directory / "trainer"), now)
     except BaseException:
         run.directory.take_back_config()
@@ -593,7 +580,6 @@ def _check_held(parts: Parts, run: RunContext, engine: Engine, weights: Weights)
 
 
 def _save(
-    parts: Parts,
     run: RunContext,
     trainer: Trainer,
     buffer: Buffer[Prompt, Group],
@@ -604,7 +590,8 @@ def _save(
     start: Path,
 ) -> Save:
     """Return the function that writes a checkpoint."""
-    config, found, process = parts.config, run.start.found, identity(parts.config, start)
+    parts, found = run.parts, run.start.found
+    config, process = parts.config, identity(parts.config, start)
     before = None if found is None else Published.read(found.directory / "trainer")
 
     async def save(step: int, failure: Failure | None) -> Written:

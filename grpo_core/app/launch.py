@@ -19,8 +19,7 @@ from grpo_core.app.resume import Launch
 from grpo_core.app.target import EvalTarget, without_overridden
 from grpo_core.config import Config, build, merge, replace_parts
 from grpo_core.contracts.errors import ConfigError, wrong_input
-from grpo_core.models.files import chat_template, directory_here
-from grpo_core.models.fitting import check_files
+from grpo_core.models.files import directory_here
 from grpo_core.plugins.configured import configured
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
 from grpo_core.processes import secrets
@@ -128,18 +127,19 @@ def configure_target(
 
 def _checked(parts: Parts) -> list[tuple[str, str]]:
     """Check the model's files; return causes and messages of the plugins' warnings."""
-    check_model(parts.config, parts.plugins)
+    check_model(parts)
     with wrong_input():
         return preflight(parts)
 
 
-def check_model(config: Config, host: PluginHost) -> list[str]:
+def check_model(parts: Parts) -> list[str]:
     """Return warnings about the files of a local model.
 
     Raises ModelError if they contradict each other.
     """
-    directory = None if host.offers("model", config.model.path) else directory_here(config.model.path)
-    return [] if directory is None else check_files(directory, chat_template(config.model.chat_template))
+    path = parts.config.model.path
+    directory = None if parts.plugins.offers("model", path) else directory_here(path)
+    return [] if directory is None else parts.odd_files(directory)
 
 
 def tasks_of(envs: Sequence[str]) -> dict[str, Any]:

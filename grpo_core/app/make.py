@@ -10,10 +10,11 @@ from math import lcm
 from pathlib import Path
 from typing import cast
 
+from attrs import evolve
+
 from grpo_core.app.data import check_data
 from grpo_core.app.parts import Parts
 from grpo_core.app.target import teacher_model
-from grpo_core.app.workers import of_task, workers_of
 from grpo_core.config import (
     CUTS,
     Config,
@@ -101,7 +102,7 @@ def _make(parts: Parts) -> None:
                 host.check_values(cast(Kind, kind), name, options, **known)
     for engine in (config.engine, config.validation.engine):
         if engine is not None:
-            workers_of(engine, host)
+            parts.workers_of(engine)
     if trains and (key := parts.text_engine):
         raise ConfigError(
             f"{key}.name = {parts.engines[key].name!r}: this engine returns text, but training needs tokens "
@@ -326,6 +327,11 @@ def _check_of_program(key: str, task: TaskConfig, config: EnvironmentConfig, sel
             f"environment.workers = {config.workers}: {selected.name!r} is one object; give its class, so "
             "that each worker makes its own object"
         )
+
+
+def of_task(config: EnvironmentConfig, task: TaskConfig) -> EnvironmentConfig:
+    """Return the environment section for a task, whose own keys take precedence."""
+    return evolve(config, python=task.python or config.python, env_vars={**config.env_vars, **task.env_vars})
 
 
 def _check_environment(

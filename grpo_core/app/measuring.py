@@ -25,8 +25,6 @@ from grpo_core.contracts.events import Event, ValidationPlayed, WarningRaised
 from grpo_core.contracts.records import Group
 from grpo_core.engines.text import without_tokens
 from grpo_core.loop.metrics import validation_metrics
-from grpo_core.models.files import chat_template
-from grpo_core.models.fitting import check_files
 from grpo_core.plugins.host import NO_OFFERS, Offers
 from grpo_core.processes.secrets import masked
 from grpo_core.reporting.files import metrics_line
@@ -170,7 +168,7 @@ def prepare(
             f"--only {unknown[0]}: is neither a task nor a validation set; expected one of {', '.join(known)}"
         )
     if measured.model is not None:
-        check_files(measured.model, chat_template(config.model.chat_template))
+        parts.odd_files(measured.model)
     if output is None:
         now = datetime.now().strftime("%Y%m%d-%H%M%S")
         in_run = Path(target, "validated", now) if target and Path(target, CONFIG).is_file() else None

@@ -7,20 +7,20 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from attrs import define, evolve, field
 
-from grpo_core.app import workers
 from grpo_core.app.model_sources import StartModelSource, model_source
 from grpo_core.app.placement import Placement
 from grpo_core.config import Config, EngineConfig, TrainerConfig, ValidationConfig
 from grpo_core.config.generation import RolloutConfig
 from grpo_core.config.setup import TrainerSetup
 from grpo_core.contracts import protocols
-from grpo_core.contracts.errors import ConfigError
+from grpo_core.contracts.errors import ConfigError, SelectionError
 from grpo_core.contracts.events import Event
 from grpo_core.contracts.loss import LossSetting, Remark, needs_of, remarks_of
 from grpo_core.contracts.playing import EnvironmentClient
@@ -31,11 +31,14 @@ from grpo_core.contracts.protocols import (
     Sampler,
     Shaping,
     ShapingSection,
+    Trainer,
     ValidationStrategy,
 )
 from grpo_core.contracts.records import EngineSetup, Group, Prompt, Rollout, Weights
 from grpo_core.data.loaders import LookAhead
 from grpo_core.data.samplers import FunctionSampler, draws_itself
+from grpo_core.engines.addresses import is_loopback
+from grpo_core.engines.wrapped import LimitedEngine
 from grpo_core.environments.budget import ErrorBudget, failures_of_calls
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.loop.advantages import Clipped
@@ -49,15 +52,20 @@ from grpo_core.loop.pipeline import Checks, Learning, ObserveAttempt, Playing, S
 from grpo_core.loop.rollout import LostBudget, SamplingParams
 from grpo_core.loop.versions import Interval
 from grpo_core.models.files import chat_template
+from grpo_core.models.fitting import check_files
 from grpo_core.plugins.configured import model_section
-from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.offers import Bound
+from grpo_core.plugins.transports import find_transport
 from grpo_core.processes.aio import UNLIMITED, Slots
 from grpo_core.processes.cores import thread_count
 from grpo_core.storage.published import Published
 from grpo_core.text.rendering import Renderer
 from grpo_core.validation.runner import Context
 from grpo_core.validation.sets import HeldOut, Measured, Validation
+
+POOL = "pool"
+"""Name of the engine that pools others: ``factory(make, workers, *, tolerance, deadline, hold)``."""
 
 SYNC_GRACE = 15.0
 """Extra seconds for an engine's own deadlines, and to end a process that does not answer."""
@@ -82,13 +90,24 @@ class Parts:
     trains: bool = True
     """Whether they train; otherwise an engine plays alone."""
     _strategies: dict[str, ValidationStrategy] = field(init=False, factory=dict)
+    _made: AsyncExitStack = field(init=False, factory=AsyncExitStack)
+
+    def _make(self, kind: Kind, name: str, /, *args: Any, **options: Any) -> Any:
+        return self._closed_later(self.plugins.make(kind, name, *args, **options))
+
+    def _closed_later(self, part: Any) -> Any:
+        if hasattr(part, "aclose"):
+            self._made.push_async_callback(part.aclose)
+        return part
+
+    async def aclose(self) -> None:
+        """Close all that was made, the last part first."""
+        await self._made.aclose()
 
     def close(self) -> None:
-        """Close what was made and will not start."""
-        plane = vars(self).get("data_plane")
-        if plane is not None:
-            with ThreadPoolExecutor(1) as thread:  # an event loop may run in this one
-                thread.submit(asyncio.run, plane.aclose()).result()
+        """Do the same where no event loop may run."""
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(asyncio.run, self.aclose()).result()
 
     # ------------------------------------------------------------------------------ places
 
@@ -96,7 +115,7 @@ class Parts:
     def placement(self) -> Placement:
         """The placement of engines and environments, not yet connected."""
         chosen = self.config.placement
-        return cast(Placement, self.plugins.make("placement", chosen.name, self.plugins, **chosen.options))
+        return cast(Placement, self._make("placement", chosen.name, self.plugins, **chosen.options))
 
     @property
     def place_of_trainer(self) -> str:
@@ -119,14 +138,15 @@ class Parts:
     def data_plane(self) -> DataPlane:
         """The data plane, not yet started.  Raises ConfigError if it cannot work with the placement."""
         chosen = self.config.data_plane
-        return cast(DataPlane, self.plugins.make("data_plane", chosen.name, self.placement, **chosen.options))
+        return cast(DataPlane, self._make("data_plane", chosen.name, self.placement, **chosen.options))
 
     # ------------------------------------------------------------------------------ engines and trainer
 
     @cached_property
     def model(self) -> StartModelSource:
         """The source of the model that training starts from."""
-        return model_source(self.config.model, self.plugins)
+        source: StartModelSource = self._closed_later(model_source(self.config.model, self.plugins))
+        return source
 
     @property
     def engines(self) -> dict[str, EngineConfig]:
@@ -175,24 +195,62 @@ class Parts:
         )
 
     def engine(
-        self,
-        section: EngineConfig,
-        setup: EngineSetup,
-        env_vars: Sequence[Mapping[str, str]] = (),
+        self, section: EngineConfig, setup: EngineSetup, env_vars: Sequence[Mapping[str, str]] = ()
     ) -> Engine:
         """Make the engine of a section, or its pool of engines.
 
         Args:
+            setup: setup of a single engine; a pool divides its threads.
             env_vars: environment variables of each engine's process, by number.
         """
-        return workers.make_engine(
-            section,
-            setup,
-            self.placement,
-            self.plugins,
+        section = evolve(section, workers=self.workers_of(section))
+        variables = [{**self.plugins.variables(), **each} for each in env_vars or [{}]]
+
+        def one(number: int, setup: EngineSetup) -> Engine:
+            """Make the engine with this number; further engines share the places of the first."""
+            setup = evolve(setup, env_vars=variables[number % len(variables)])
+            engine = self.placement.engine(number, section, setup)
+            return LimitedEngine(engine, section.max_requests) if section.max_requests else engine
+
+        def member(number: int) -> Engine:
+            """Make an engine of the pool, with its share of the cores, and its own directory for logs."""
+            threads = section.threads or max(1, setup.threads // section.workers)
+            logs = f"{setup.log_directory}/engine-{number}" if setup.log_directory else None
+            return one(number, evolve(setup, number=number, threads=threads, log_directory=logs))
+
+        if section.workers == 1 and not self.placement.pooled:
+            return cast(Engine, self._closed_later(one(0, setup)))
+        pool = self.plugins.find("engine", POOL).load()(
+            member,
+            section.workers,
             tolerance=self.canary_tolerance(section),
-            env_vars=[{**self.plugins.variables(), **each} for each in env_vars or [{}]],
+            deadline=section.deadline,
+            hold=self.placement.retain(),
         )
+        return cast(Engine, self._closed_later(pool))
+
+    def workers_of(self, section: EngineConfig) -> int:
+        """Return the number of engines of a section: ``workers``, or the number in the engine's options.
+
+        Raises ConfigError if both are set and differ, or if there are several and no pool.
+        """
+        selected = self.plugins.find("engine", section.name)
+        number = section.workers
+        if selected.offer.workers is not None:
+            number = selected.loaded(selected.offer.workers)(**section.options)
+            if section.workers not in (1, number):
+                raise ConfigError(
+                    f"engine.workers = {section.workers}: the options of engine {section.name!r} describe "
+                    f"{number}; leave out engine.workers"
+                )
+        if number > 1:
+            try:
+                self.plugins.find("engine", POOL)
+            except SelectionError as error:
+                raise ConfigError(
+                    f"engine.workers = {number}: several engines are a pool; {error}"
+                ) from error
+        return number
 
     def published(self, engine: Engine, weights: Weights, version: int) -> Published | None:
         """Describe the newest weights of the engine of training, for the checkpoint of a version."""
@@ -213,10 +271,58 @@ class Parts:
 
     @property
     def transport(self) -> str:
-        """The transport of weights.  Raises ConfigError, PluginError."""
-        own = self.config.validation.engine if self.config.validation.measures else None
-        here = self.trainer_here is not None
-        return workers.transport(self.config.engine, own, self.placement, self.plugins, from_here=here)
+        """The transport of weights from the trainer to the engines.
+
+        Raises ConfigError if an engine does not support it, PluginError for an unknown engine or transport.
+        """
+        engine, validation = self.config.engine, self.config.validation
+        own = [validation.engine] if validation.engine is not None and validation.measures else []
+        engines, from_here = [engine, *own], self.trainer_here is not None
+        if any(each.transport != "auto" for each in own):
+            raise ConfigError("validation.engine.transport: weights come to all engines by engine.transport")
+        chosen = engine.transport
+        if chosen == "auto":
+            if from_here:
+                return "shm"
+            chosen = "collective"
+        offer = find_transport(chosen, self.plugins)
+        declared = [set(self.plugins.find("engine", each.name).offer.transports) for each in engines]
+        takes = set.intersection(*(each | {chosen} if "*" in each else each for each in declared))
+        if chosen not in takes:
+            names = " and ".join(repr(each.name) for each in engines)
+            raise ConfigError(
+                f"engine.transport = {chosen!r}: engine {names} takes weights by "
+                f"{', '.join(sorted(takes))} only"
+            )
+        setting = f'engine.transport = "{engine.transport}"'
+        shared = self.placement.pooled or any(each.workers > 1 for each in engines)
+        host, near = engine.collective_host, is_loopback(engine.collective_host)
+        if not from_here and not offer.remote:
+            raise ConfigError(
+                f"{setting} needs a trainer on this machine, but this one is in workers, perhaps on "
+                'several: use "collective", or leave it out'
+            )
+        if not from_here and not near:
+            raise ConfigError(
+                f"engine.collective_host = {host!r}: each process of this trainer listens at its own "
+                "machine's address; leave it out"
+            )
+        if from_here and offer.remote and self.placement.remote and near:
+            raise ConfigError(
+                f"{setting}: workers on other machines cannot reach engine.collective_host = {host!r}; "
+                "set it to an address of this machine in the cluster's network"
+            )
+        if from_here and not offer.several and shared:
+            raise ConfigError(
+                f"{setting} is for one engine: a late one of several would read the trainer's next "
+                'weights; use "collective" or "shm"'
+            )
+        return chosen
+
+    def trainer(self, setup: TrainerSetup) -> Trainer:
+        """Make the trainer, not yet started."""
+        chosen = self.config.trainer
+        return cast(Trainer, self._make("trainer", chosen.name, setup, **chosen.options))
 
     def trainer_setup(self, model: str, teacher: str = "") -> TrainerSetup:
         """Make the part of the trainer's setup that the configuration determines.
@@ -243,6 +349,10 @@ class Parts:
             plugins=self.plugins.selection.allow,
             block=self.plugins.selection.block,
         )
+
+    def odd_files(self, model: Path) -> list[str]:
+        """Return warnings about the files of a model.  Raises ModelError if they contradict each other."""
+        return check_files(model, chat_template(self.config.model.chat_template))
 
     def renderer(self, model: str, engines: Iterable[EngineConfig]) -> Renderer:
         """Load the renderer of a model; an engine's option ``max_model_len`` bounds its rollouts, too."""
@@ -307,7 +417,7 @@ class Parts:
         weights = {name: task.weight for name, task in self.config.tasks.items()}
         known: dict[str, Any] = {"seed": self.config.seed, "weights": weights}
         options = {key: value for key, value in known.items() if key in takes} | chosen.options
-        return cast(Sampler, self.plugins.make("sampler", chosen.name, **options))
+        return cast(Sampler, self._make("sampler", chosen.name, **options))
 
     def advantages(self) -> AdvantageFunction:
         """Make the advantage function, clipped as its section sets."""
@@ -471,8 +581,7 @@ class Parts:
     def strategy(self, section: ValidationConfig, of_set: str = "") -> ValidationStrategy:
         """Return the strategy of ``[validation]``, or of a set, whose section is given."""
         if of_set not in self._strategies:
-            made = self.plugins.make("validation_strategy", section.name, **section.options)
-            self._strategies[of_set] = made
+            self._strategies[of_set] = self._make("validation_strategy", section.name, **section.options)
         return self._strategies[of_set]
 
     def validation(

@@ -24,8 +24,6 @@ from grpo_core.contracts.protocols import Engine
 from grpo_core.contracts.records import Prompt, Rollout
 from grpo_core.engines.text import PlayingText, TextRenderer, without_tokens
 from grpo_core.loop.rollout import RolloutRequest, derive_seed, play
-from grpo_core.models.files import chat_template
-from grpo_core.models.fitting import check_files
 from grpo_core.processes.aio import gather
 from grpo_core.processes.child import scratch_directory
 from grpo_core.processes.cores import thread_count
@@ -127,8 +125,8 @@ async def start_session(
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(reported_to(lines_of_incidents(status)))
         status("starting the environments")
-        around = Tasks.start(parts.config, parts.plugins, parts.placement, sets=sets)
-        tasks = await stack.enter_async_context(around)
+        tasks = await stack.enter_async_context(Tasks.start(parts, sets=sets))
+        stack.push_async_callback(parts.aclose)
         if look is not None:
             await look(tasks)
         if parts.text_engine:
@@ -172,12 +170,13 @@ async def _start_engine(
 
     config, engines = parts.config, parts.engines
     ((key, section),) = engines.items()
-    for odd in await asyncio.to_thread(check_files, path, chat_template(config.model.chat_template)):
+    for odd in await asyncio.to_thread(parts.odd_files, path):
         status(f"warning: {odd}")
     devices = await asyncio.to_thread(parts.placement.devices, None, engines)
     setup = parts.engine_setup(section, str(path), logs=None, colocated=False)
     engine = parts.engine(section, setup, devices.engines.get(key, ()))
-    stack.push_async_callback(engine.aclose)
+    if hasattr(engine, "started"):
+        await engine.started()
     status("loading the model")
     renderer = await asyncio.to_thread(parts.renderer, str(path), [section])
     writer = SharedMemoryWriter()

@@ -11,23 +11,26 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from grpo_core.app import workers
 from grpo_core.app.data import TaskData
+from grpo_core.app.make import of_task
 from grpo_core.app.parts import Parts
 from grpo_core.app.placement import Placement
-from grpo_core.config import Config, EnvironmentConfig, TaskConfig, ValidationConfig
+from grpo_core.config import EnvironmentConfig, TaskConfig, ValidationConfig
 from grpo_core.contracts.errors import ConfigError, PluginError, SelectionError, plugin_errors
 from grpo_core.contracts.playing import Player, PlayerSetup
 from grpo_core.contracts.records import Prompt
 from grpo_core.data.loaders import LookAhead
 from grpo_core.data.sources import known_of
-from grpo_core.environments.pool import EnvironmentPool
+from grpo_core.environments.pool import EnvironmentPool, EnvironmentSpec
 from grpo_core.plugins.host import PluginHost
 from grpo_core.processes.aio import gather
 from grpo_core.validation.sets import HeldOut
 
 FIRST = 64
 """Number of prompts that commands without training read from a dataloader."""
+
+AGENT_PROCESSES = 8
+"""Largest number of processes of an agent, unless ``environment.workers`` is set."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -45,13 +48,10 @@ class Tasks:
     @contextlib.asynccontextmanager
     async def start(
         cls,
-        config: Config,
-        host: PluginHost,
-        placement: Placement,
+        parts: Parts,
         *,
         sets: Collection[str] = (),
         logs: Path | None = None,
-        ranks: int = 0,
         tries: bool = False,
     ) -> AsyncIterator[Tasks]:
         """Connect the placement, start all environments together, and end both with the block.
@@ -59,23 +59,24 @@ class Tasks:
         Args:
             sets: names of validation sets whose own environments start as well.
             logs: directory of the log files.
-            ranks: number of further workers that the placement needs.
             tries: whether streams are tried before they are used.
         """
+        config, host, placement = parts.config, parts.plugins, parts.placement
         tasks, of_sets = config.tasks, config.validation.environments(sets)
         every = {**tasks, **of_sets}
+        ranks = parts.ranks if parts.trains and parts.trainer_here is None else 0
         wanted = config.engine.workers + (config.environment.workers or 1) * len(every) + ranks
-        parts = Parts(config, host).of_reward()
+        of_reward = parts.of_reward()
         with placement.connected(wanted):
             environments = {
-                name: workers.make_environment(
+                name: make_environment(
                     name,
                     task,
                     config.environment,
                     placement,
                     host,
                     log=logs / f"environment-{name}.log" if logs else None,
-                    parts=parts,
+                    parts=of_reward,
                 )
                 for name, task in every.items()
             }
@@ -163,6 +164,34 @@ class Tasks:
             return evolve(part, prompts={name: prompts})
 
         return [*([plain] if tasks else []), *await gather(map(of_set, names))]
+
+
+def make_environment(
+    name: str,
+    task: TaskConfig,
+    config: EnvironmentConfig,
+    placement: Placement,
+    plugins: PluginHost,
+    *,
+    log: Path | None,
+    parts: Mapping[str, str],
+) -> EnvironmentPool:
+    """Make the workers of a task's environment, not yet started; for ``parts`` see ``EnvironmentPool``."""
+    config = of_task(config, task)
+    here = not placement.pooled  # on a cluster, the workers that it has room for are known at the start
+    count = config.workers or (AGENT_PROCESSES if here and not plugins.of_program(task.env) else 1)
+    logs = [log.with_stem(f"{log.stem}-{i}") if i and log else log for i in range(count)]
+    spec = EnvironmentSpec(task=name, env=task.env, options=task.options, config=config)
+    workers = [placement.environment(i, evolve(spec, log=logs[i])) for i in range(count)]
+    return EnvironmentPool(
+        workers,
+        config,
+        for_agents=config.workers is None,
+        on_demand=here,
+        name=name,
+        success=task.success,
+        parts=parts,
+    )
 
 
 @contextlib.asynccontextmanager

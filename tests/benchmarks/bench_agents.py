@@ -36,7 +36,7 @@ from pathlib import Path
 from attrs import evolve
 
 from grpo_core.app.placement import LocalPlacement
-from grpo_core.app.workers import make_environment
+from grpo_core.app.tasks import make_environment
 from grpo_core.config import EnvironmentConfig, TaskConfig
 from grpo_core.contracts.limits import Limits
 from grpo_core.contracts.playing import Play, PlayerSetup

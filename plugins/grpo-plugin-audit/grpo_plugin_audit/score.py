@@ -20,7 +20,7 @@ from grpo_core.kit import (
     AsJson,
     Config,
     Flag,
-    LocalPlacement,
+    Parts,
     PluginHost,
     Settings,
     TaskConfig,
@@ -276,7 +276,8 @@ async def _judge_all(
 ) -> tuple[dict[str, TaskDifference], KnownPrompts]:
     """Judge all files again, write the results, and count the differences."""
     differences = {name: TaskDifference(env=task.env) for name, task in tasks.items()}
-    around = Tasks.start(evolve(config, tasks=dict(tasks)), host, LocalPlacement(host))
+    config = evolve(config, tasks=dict(tasks), placement=Config().placement)
+    around = Tasks.start(Parts(config, host, trains=False))
     with errors.status("starting the environments") as status:
         async with around as started:
             for name, environment in started.environments.items():

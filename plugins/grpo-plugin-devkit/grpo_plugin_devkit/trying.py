@@ -13,7 +13,7 @@ from rich.console import Console
 
 from grpo_core import ConfigError, Prompt, Session
 from grpo_core.kit import (
-    LocalPlacement,
+    Parts,
     PlayingText,
     PluginHost,
     RunDirectory,
@@ -132,7 +132,7 @@ async def _by_hand(name: str, options: dict[str, Any], choice: Choice, block: Se
         transcript.line(text, "dim")
 
     with reported_to(lines_of_incidents(show)):
-        async with Tasks.start(config, host, LocalPlacement(host)) as tasks:
+        async with Tasks.start(Parts(config, host, trains=False)) as tasks:
             environment = tasks.environments[task]
             if environment.runs_agents:
                 raise ConfigError(

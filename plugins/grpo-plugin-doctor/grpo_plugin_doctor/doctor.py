@@ -21,6 +21,7 @@ from grpo_core import GrpoError, ModelError, errors
 from grpo_core.kit import (
     AsJson,
     Config,
+    Parts,
     PluginHost,
     Settings,
     Words,
@@ -265,7 +266,7 @@ def _of_configuration(config: Config, host: PluginHost, gpus: Sequence[machine.G
         yield Check(name="configuration", found=about)
     path = config.model.path
     try:
-        odd = launch.check_model(config, host)  # inconsistencies in the model's files
+        odd = launch.check_model(Parts(config, host))  # inconsistencies in the model's files
     except ModelError as error:
         yield Check(name="model", found=path, status="problem", advice=str(error))
     else:
