@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from recording import record
 from test_pipeline import Run, cut, resumed
 
+from grpo_core.app.launch import FIXED
 from grpo_core.app.parts import Parts
-from grpo_core.app.resume import FIXED
 from grpo_core.config import Config, ModelConfig, PipelineConfig, RolloutConfig, build
 from grpo_core.contracts.errors import WeightSyncError
 from grpo_core.contracts.events import Dispatched, PromptSkipped, StepEnded, Synced

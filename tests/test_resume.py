@@ -20,9 +20,8 @@ from killing import GRPO
 from simulation.disk import Dead, FaultyDisk
 from test_cli import ENVIRONMENTS, events, grpo, metrics, refused, start, steps_done, wait_for
 
-from grpo_core.app import resume as continuing
-from grpo_core.app.launch import continued
-from grpo_core.app.resume import identity
+from grpo_core.app import launch as launching
+from grpo_core.app.launch import continued, identity
 from grpo_core.config import as_table, build, merge, parse_setting, read_toml
 from grpo_core.contracts.errors import CheckpointError, ConfigError, PluginError
 from grpo_core.contracts.records import Group, Rollout, SampleRequest, Segment
@@ -328,16 +327,16 @@ def a_group(slot):
 
 def resumed(path, *settings):
     """Find the run as ``train --resume`` does; its lock ends with the result."""
-    launch = continuing.find(path, table(*settings), ())
+    launch = launching.find(path, table(*settings), ())
     if launch.found is not None and launch.over is None:
-        continuing.check_states(launch.found.directory, launch.parts)
+        launching.check_states(launch.found.directory, launch.parts)
     return launch
 
 
 def changed(path, *settings):
     """Begin to resume with these settings; return the messages to the user."""
     found = resumed(path, *settings)
-    continuing.begin(found)
+    launching.begin(found)
     return found.notes
 
 
@@ -420,7 +419,7 @@ def test_the_checkpoint_counts_and_not_an_edited_configuration(tmp_path):
 )
 def test_other_changes_are_made_and_kept(tmp_path, setting):
     a_run(tmp_path / "run", ready=3, settings=["sampler.options.seed=3"])
-    continuing.begin(resumed(tmp_path / "run", setting))
+    launching.begin(resumed(tmp_path / "run", setting))
     ((section, (key, value)),) = ((name, *part.items()) for name, part in parse_setting(setting).items())
     kept = RunDirectory.open(tmp_path / "run")[1]
     assert as_table(kept)[section][key] == value
@@ -624,7 +623,7 @@ def test_a_learning_rate_that_a_resume_changes_is_said_with_both_values(tmp_path
     directory = a_run(tmp_path / "run", settings=given)
     found = checkpoint.Found(directory=directory, step=6, passed_over=())
     config = resumed(tmp_path / "run", *settings).parts.config
-    message = continuing.changed_schedule(found, config.trainer)
+    message = launching.changed_schedule(found, config.trainer)
     assert said in message
     assert bool(message) == bool(said)
 

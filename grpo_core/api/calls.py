@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from grpo_core.api.given import configuration, given, names, trackers
 from grpo_core.api.run import Run
-from grpo_core.app import build, measuring
+from grpo_core.app import build
 from grpo_core.app.launch import configure_target, continued, new_run
-from grpo_core.app.session import Session, start_session
+from grpo_core.app.session import Session, prepare, start_session
 from grpo_core.app.stopping import Stop
 from grpo_core.app.target import find_target
 from grpo_core.config import merge
@@ -163,7 +163,7 @@ def validate(
     by_split = data if isinstance(data, Mapping) or data is None else {"train": data, "validation": data}
     with _as_arguments():
         asked = given(env, by_split, settings)
-        measurement = measuring.prepare(
+        measurement = prepare(
             None if model is None else os.fspath(model),
             asked.table,
             tasks=env is not None,

@@ -16,9 +16,9 @@ from typing import Any
 from attrs import asdict, define, evolve, field, frozen
 
 from grpo_core.app import provenance, readings
-from grpo_core.app.first_look import first_look, judge_one_reply, leaks
+from grpo_core.app.first_look import RunPrompts, first_look, has_tokenizer, judge_one_reply, leaks
 from grpo_core.app.gpus import Devices
-from grpo_core.app.lengths import RunPrompts, has_tokenizer
+from grpo_core.app.launch import Launch, changed_schedule, check_held, identity
 from grpo_core.app.make import interval_of
 from grpo_core.app.model_sources import ModelRequest, StartModel, fetched, with_max_tokens
 from grpo_core.app.parts import (
@@ -29,7 +29,6 @@ from grpo_core.app.parts import (
     check_loaders,
     with_steps,
 )
-from grpo_core.app.resume import Launch, changed_schedule, check_held, identity
 from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import as_table

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from grpo_core.app import build, measuring
+from grpo_core.app import build, session
 from grpo_core.app.launch import RUNS, continued, new_run, tasks_of
 from grpo_core.commands.complaints import NEXT, complain, say, to_a_reader
 from grpo_core.config import check_settings, merge, parse_settings, read_toml
@@ -216,7 +216,7 @@ def validate(
     changes = _with_data(_changes(env, chosen, set_), env, "validation_data", data)
     why = "validate measures the model as it is and does not use this key"
     check_settings(parse_settings(set_ or []), MEASURED_BY, why, but=["tasks.*.weight"])
-    measurement = measuring.prepare(
+    measurement = session.prepare(
         model, changes, tasks=bool(env), only=only or [], step=step, output=output, block=no_plugin or []
     )
     console = Console(stderr=True)

@@ -128,7 +128,7 @@ A command that shows runs, in addition to ``grpo_core.Run``:
 A command that computes steps of a run again, or reads settings:
 
     configured, changed, merge, structured, read_toml    make a configuration, or another table, of tables
-    resume                      the keys in which two tables differ, and their values
+    launch                      the keys in which two tables differ, and their values
     Parts, rows                            make the trainer of a run again, and the rows of a step
     fault, started_from         find what the trainer continues from
     Pipeline, Checks, PromptStream         the loop of a run, its checks and its prompts
@@ -156,7 +156,6 @@ from grpo_core.plugins.lazy import attach
 if TYPE_CHECKING:
     from grpo_core.app import gpus as gpus
     from grpo_core.app import launch as launch
-    from grpo_core.app import resume as resume
     from grpo_core.app import sourced as sourced
     from grpo_core.app.data import Source as Source
     from grpo_core.app.gpus import Devices as Devices
