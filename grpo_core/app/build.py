@@ -43,7 +43,7 @@ from grpo_core.contracts.events import (
     WarningRaised,
 )
 from grpo_core.contracts.incidents import report, reported_to
-from grpo_core.contracts.protocols import DataPlane, Engine, Tracker, Trainer
+from grpo_core.contracts.protocols import Engine, Tracker, Trainer
 from grpo_core.contracts.records import Group, Prompt, Weights
 from grpo_core.data.loaders import IndexedLoader, LookAhead
 from grpo_core.data.samplers import PromptStream
@@ -181,6 +181,8 @@ async def _train(run: RunContext, interruptible: Callable[[Pipeline], None]) -> 
                 interruptible(pipeline)
                 spare_the_collector()
                 reason, steps = await pipeline.run(), pipeline.buffer.num_steps
+                if run.parts.data_plane.remote:
+                    await trackers.flush()  # they still fetch tokens for files from the plane
                 step = pipeline.buffer.step
                 proved, unproved = pipeline.canaries.proved, pipeline.canaries.unproved
                 inexact = [name for name, loader in run.tasks.loaders.items() if not loader.exact]
@@ -262,6 +264,7 @@ async def _start(run: RunContext) -> Pipeline:
     )
     try:
         run.tasks = await run.stack.enter_async_context(around)
+        run.stack.push_async_callback(parts.aclose)  # while the placement is connected
         await importing
         for remark in filter(None, (each.remark for each in run.tasks.environments.values())):
             run.trackers.status(remark)
@@ -329,7 +332,8 @@ async def build_pipeline(run: RunContext) -> Pipeline:
     check_loaders(config, tasks.loaders, parts.sampler)
     at_hand = {name: part for name, part in found.prompts.items() if name not in tasks.loaders}
     await judge_one_reply(tasks.environments, at_hand)
-    plane = await _data_plane(run)
+    await parts.data_plane.started()
+    check_reader(parts.data_plane, config.data_plane.name)
     model = await _start_model(run, found)
     teacher = config.teacher.path and await fetched(config.teacher.path, run.trackers.status)
     if config.rollout.max_tokens == 0:
@@ -367,7 +371,7 @@ async def build_pipeline(run: RunContext) -> Pipeline:
     await gather([trainer.started(), *starting])
     if renderer is None:
         renderer, found = await load_renderer()
-    pipeline = await _pipeline(run, found, renderer, trainer, plane, engines, Path(model.path))
+    pipeline = await _pipeline(run, found, renderer, trainer, engines, Path(model.path))
     pipeline.resting = [engines[key] for key in sorted(devices.shared) if hasattr(engines[key], "rest")]
     return pipeline
 
@@ -377,7 +381,6 @@ async def _pipeline(
     found: RunPrompts,
     renderer: Renderer,
     trainer: Trainer,
-    plane: DataPlane,
     engines: Mapping[str, Engine],
     start: Path,
 ) -> Pipeline:
@@ -421,14 +424,24 @@ async def _pipeline(
     validate: Validate = validation
     watch: list[Watch] = [trainer.watch, run.trackers.watch]
     if own is not None:
-        validate = _dedicated(run, validation, own, engine)
+        section = parts.engines["validation.engine"]
+        validate = DedicatedValidator(
+            measure=validation,
+            engine=own,
+            trained=engine,
+            emit=run.emit,
+            last=config.trainer.steps,
+            pauses=config.validation.pause,
+            deadline=SYNC_ATTEMPTS * section.deadline + SYNC_GRACE,
+            canary_tolerance=parts.canary_tolerance(section),
+        )
         watch.append(validate.watch)
     pipeline = Pipeline(
         buffer=buffer,
         prompts=stream,
         engine=engine,
         playing=evolve(parts.playing(environments, renderer), places=places),
-        plane=plane,
+        plane=parts.data_plane,
         learning=parts.learning(),
         trainer=trainer,
         checks=evolve(parts.checks(environments, prompts, renderer), watch=watch),
@@ -485,22 +498,6 @@ def stop_at(goal: Goal, pipeline: Pipeline, seen: dict[str, float]) -> Callable[
 # ---------------------------------------------------------------------------------- parts that start
 
 
-async def _data_plane(run: RunContext) -> DataPlane:
-    plane = run.parts.data_plane
-
-    async def close(kind: object, error: BaseException | None, traceback: object) -> None:
-        try:
-            if plane.remote and error is None:
-                await run.trackers.flush()  # trackers still fetch tokens for files from the plane
-        finally:
-            await run.parts.aclose()
-
-    run.stack.push_async_exit(close)
-    await plane.started()
-    check_reader(plane, run.parts.config.data_plane.name)
-    return plane
-
-
 async def _start_model(run: RunContext, found: RunPrompts) -> StartModel:
     """Return the model that the run starts from; make it if necessary."""
 
@@ -545,25 +542,6 @@ def _import_what_is_needed_soon() -> None:
 
 
 # ---------------------------------------------------------------------------------- parts of the loop
-
-
-def _dedicated(
-    run: RunContext, measure: Validation, own: Engine, trained: WeightsTrackingEngine
-) -> DedicatedValidator:
-    """Make the validator that has its own engine."""
-    validation = run.parts.config.validation
-    section = validation.engine
-    assert section is not None
-    return DedicatedValidator(
-        measure=measure,
-        engine=own,
-        trained=trained,
-        emit=run.emit,
-        last=run.parts.config.trainer.steps,
-        pauses=validation.pause,
-        deadline=SYNC_ATTEMPTS * section.deadline + SYNC_GRACE,
-        canary_tolerance=run.parts.canary_tolerance(section),
-    )
 
 
 def _check_held(run: RunContext, engine: Engine, weights: Weights) -> None:
