@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from attrs import asdict, define, evolve, field, frozen
+from attrs import asdict, evolve, frozen
 
 from grpo_core.app import provenance, readings
 from grpo_core.app.first_look import RunPrompts, first_look, has_tokenizer, judge_one_reply, leaks
@@ -24,7 +24,6 @@ from grpo_core.app.model_sources import ModelRequest, StartModel, fetched, with_
 from grpo_core.app.parts import (
     SYNC_ATTEMPTS,
     SYNC_GRACE,
-    Parts,
     check_lengths,
     check_loaders,
     with_steps,
@@ -63,7 +62,7 @@ from grpo_core.reporting.selection import make_trackers
 from grpo_core.reporting.trackers import Trackers
 from grpo_core.storage.planes import check_reader
 from grpo_core.storage.published import Published
-from grpo_core.storage.run_directory import RunDirectory, metrics_rows
+from grpo_core.storage.run_directory import metrics_rows
 from grpo_core.text.rendering import Renderer
 from grpo_core.validation.engine import DedicatedValidator, WeightsTrackingEngine
 from grpo_core.validation.sets import Validation
@@ -93,46 +92,6 @@ class Outcome:
     """Tasks whose dataloaders do not prove their position."""
 
 
-@define(kw_only=True, eq=False)
-class RunContext:
-    """The surroundings of a run: its directory, plugins, environments and trackers."""
-
-    start: Launch
-    trackers: Trackers
-    retention: Retention
-    tasks: Tasks = field(init=False)
-    """The environments, once they have started."""
-    stack: contextlib.AsyncExitStack = field(factory=contextlib.AsyncExitStack)
-    """Closes everything that was started."""
-    began: float = field(factory=time.monotonic)
-    """Start of the program, and of a time limit, on the clock of the event loop."""
-    after: list[Callable[[Event], None]] = field(factory=list)
-    """Called with each event after the trackers received it."""
-    warnings: list[tuple[str, str]] = field(factory=list)
-    """Causes and messages from the build of the run; emitted after its start."""
-    goal: dict[str, float] = field(factory=dict)
-    """Value of the metric in ``trainer.stop_when``, by name; saved in each checkpoint."""
-
-    @property
-    def parts(self) -> Parts:
-        return self.start.parts
-
-    @property
-    def directory(self) -> RunDirectory:
-        return self.start.directory
-
-    @property
-    def step(self) -> int:
-        """The step that the run continues from; 0 for a new run."""
-        return self.start.found.step if self.start.found else 0
-
-    def emit(self, event: Event) -> None:
-        """Send an event to all trackers."""
-        self.trackers.emit(event)
-        for receive in self.after:
-            receive(event)
-
-
 async def train(
     start: Launch, *, listeners: Mapping[str, Tracker] = MappingProxyType({}), stop: Stop | None = None
 ) -> Outcome:
@@ -156,18 +115,18 @@ async def train(
         start.parts.plugins,
         resumed_from=resumed_from,
     )
-    run = _with_trackers(start, listeners)
-    with interruptions(run.trackers.status, stop or Stop()) as interruptible:
-        return await _train(run, interruptible)
+    _make_trackers(start, listeners)
+    with interruptions(start.trackers.status, stop or Stop()) as interruptible:
+        return await _train(start, interruptible)
 
 
-async def _train(run: RunContext, interruptible: Callable[[Pipeline], None]) -> Outcome:
+async def _train(run: Launch, interruptible: Callable[[Pipeline], None]) -> Outcome:
     """Train with trackers that have started, and end them.
 
     Args:
         interruptible: is called with the pipeline.
     """
-    trackers, emit, over = run.trackers, run.trackers.emit, run.start.over
+    trackers, emit, over = run.trackers, run.trackers.emit, run.over
     timeline = Timeline(tell=trackers.stage)
     step = run.step
     try:
@@ -220,38 +179,32 @@ async def _train(run: RunContext, interruptible: Callable[[Pipeline], None]) -> 
     )
 
 
-def _with_trackers(start: Launch, listeners: Mapping[str, Tracker]) -> RunContext:
+def _make_trackers(run: Launch, listeners: Mapping[str, Tracker]) -> None:
     """Start the trackers of the run itself, of the configuration, and the listeners."""
-    config, directory, resume = start.parts.config, start.directory, start.found
+    config, directory, resume = run.parts.config, run.directory, run.found
     kept = config.checkpoint
     steps = sys.maxsize if config.trainer.epochs else config.trainer.steps
     best = kept.best.removeprefix("-")
     measured = Interval(interval_of(best, config, "checkpoint.best")[1]) if best else Interval()
-    retention = Retention(
+    run.retention = Retention(
         directory.checkpoints,
         every=kept.keep_every,
         best=kept.best,
         keep_best=kept.keep_best,
         due=partial(measured.due, last=steps),
-        step=resume.step if resume else 0,
+        step=run.step,
     )
-    trackers = Trackers()
+    trackers = run.trackers = Trackers()
     room = DiskRoom(directory.path, steps, trackers.emit)
     own: dict[str, Tracker] = {"room on the disk": room}
     if kept.best:
-        own["retention of checkpoints"] = retention
+        own["retention of checkpoints"] = run.retention
     info = directory.info(config, *((resume.step, checkpoint.measured(resume)) if resume else (None,)))
-    made = make_trackers(config, start.parts.plugins, partial(trackers.info, info))
+    made = make_trackers(config, run.parts.plugins, partial(trackers.info, info))
     trackers.add({**own, **made, **listeners}, checkpoint.read_trackers(resume.directory) if resume else {})
-    return RunContext(
-        start=start,
-        trackers=trackers,
-        retention=retention,
-        warnings=list(start.warnings),
-    )
 
 
-async def _start(run: RunContext) -> Pipeline:
+async def _start(run: Launch) -> Pipeline:
     """Start every part of a run, and notify the trackers of its start."""
     parts, directory = run.parts, run.directory
     run.trackers.status("starting the environments")
@@ -260,7 +213,7 @@ async def _start(run: RunContext) -> Pipeline:
         parts,
         sets=parts.config.validation.due_sets,
         logs=directory.logs,
-        tries=run.start.found is None,  # the rows of a resumed run are proved
+        tries=run.found is None,  # the rows of a resumed run are proved
     )
     try:
         run.tasks = await run.stack.enter_async_context(around)
@@ -280,15 +233,15 @@ async def _start(run: RunContext) -> Pipeline:
         loader.warn = lambda cause, message: run.emit(
             WarningRaised(step=pipeline.buffer.step, cause=cause, message=message)
         )
-    for reason in run.start.found.passed_over if run.start.found else ():
+    for reason in run.found.passed_over if run.found else ():
         report("passed_over", "checkpoints", f"passed over {reason}")
     return pipeline
 
 
-def warn_of_falls(run: RunContext) -> Callable[[Event], None]:
+def warn_of_falls(run: Launch) -> Callable[[Event], None]:
     """Return a receiver of events that warns if held-out prompts get worse and training prompts do not."""
     trend = Trend()
-    if run.start.found is not None:
+    if run.found is not None:
         for row in metrics_rows(run.directory.path / "metrics.jsonl"):
             trend.observe(row["step"], {name: each for name, each in row.items() if each is not None})
 
@@ -305,19 +258,19 @@ def warn_of_falls(run: RunContext) -> Callable[[Event], None]:
     return receive
 
 
-def _started(context: RunContext, buffer: BufferStatistics) -> RunStarted:
+def _started(context: Launch, buffer: BufferStatistics) -> RunStarted:
     return RunStarted(
         step=context.step,
         directory=str(context.directory.path),
         config=as_table(context.parts.config),
-        resumed=context.start.found is not None,
+        resumed=context.found is not None,
         buffer=asdict(buffer),
-        manifest=checkpoint.manifest_digest(context.start.found.directory) if context.start.found else "",
-        measured=checkpoint.measured(context.start.found) if context.start.found else -1,
+        manifest=checkpoint.manifest_digest(context.found.directory) if context.found else "",
+        measured=checkpoint.measured(context.found) if context.found else -1,
     )
 
 
-async def build_pipeline(run: RunContext) -> Pipeline:
+async def build_pipeline(run: Launch) -> Pipeline:
     """Start the other parts of a run after its environments, and make its pipeline."""
     parts, tasks, config = run.parts, run.tasks, run.parts.config
     devices = await asyncio.to_thread(parts.placement.devices, parts.trainer_here, parts.engines, parts.ranks)
@@ -377,7 +330,7 @@ async def build_pipeline(run: RunContext) -> Pipeline:
 
 
 async def _pipeline(
-    run: RunContext,
+    run: Launch,
     found: RunPrompts,
     renderer: Renderer,
     trainer: Trainer,
@@ -397,7 +350,7 @@ async def _pipeline(
             found_odd["off_policy"] = remark.message
         else:
             run.trackers.status(remark.message)
-    if run.start.found is not None and (changed := changed_schedule(run.start.found, config.trainer)):
+    if run.found is not None and (changed := changed_schedule(run.found, config.trainer)):
         found_odd["schedule"] = changed
     run.warnings += found_odd.items()
     buffer, places, ahead = parts.buffer(), parts.places(), run.tasks.loaders
@@ -410,7 +363,7 @@ async def _pipeline(
     }
     stream = PromptStream(sampler=parts.sampler, loaders=loaders, name=config.sampler.name)
     _restore(run, checkpoint.restore, buffer, loaders, stream)
-    if run.start.found is not None:  # a dataloader that does not give its rows again is an error now
+    if run.found is not None:  # a dataloader that does not give its rows again is an error now
         with wrong_input():
             await gather(loader.first(1) for loader in loaders.values())
     engine = WeightsTrackingEngine(engines["engine"], partial(_check_held, run, engines["engine"]))
@@ -419,8 +372,8 @@ async def _pipeline(
         held_out, own or engine, renderer, places, emit=run.emit, last=config.trainer.steps
     )
     _restore(run, checkpoint.restore_validation, validation)
-    if run.start.found is not None:
-        validation.measured = checkpoint.measured(run.start.found)
+    if run.found is not None:
+        validation.measured = checkpoint.measured(run.found)
     validate: Validate = validation
     watch: list[Watch] = [trainer.watch, run.trackers.watch]
     if own is not None:
@@ -464,10 +417,10 @@ async def _pipeline(
     return pipeline
 
 
-def _restore(run: RunContext, restore: Callable[..., Iterable[str]], *parts: Any) -> None:
+def _restore(run: Launch, restore: Callable[..., Iterable[str]], *parts: Any) -> None:
     """Restore parts from the checkpoint of a resumed run, and report what was not restored."""
-    if run.start.found:
-        for note in restore(run.start.found.directory, *parts):
+    if run.found:
+        for note in restore(run.found.directory, *parts):
             run.trackers.status(f"resuming: {note}")
 
 
@@ -498,7 +451,7 @@ def stop_at(goal: Goal, pipeline: Pipeline, seen: dict[str, float]) -> Callable[
 # ---------------------------------------------------------------------------------- parts that start
 
 
-async def _start_model(run: RunContext, found: RunPrompts) -> StartModel:
+async def _start_model(run: Launch, found: RunPrompts) -> StartModel:
     """Return the model that the run starts from; make it if necessary."""
 
     async def prompts() -> Mapping[str, Sequence[Prompt]]:
@@ -519,13 +472,13 @@ async def _start_model(run: RunContext, found: RunPrompts) -> StartModel:
     return start
 
 
-def _trainer(run: RunContext, model: StartModel, teacher: str, devices: Devices) -> Trainer:
+def _trainer(run: Launch, model: StartModel, teacher: str, devices: Devices) -> Trainer:
     """Make the trainer, which makes the model if necessary."""
     run.trackers.status(model.doing)
     setup = evolve(
         run.parts.trainer_setup(model.path, teacher),
         prepare=model.prepare,
-        resume_from=str(run.start.found.directory) if run.start.found else None,
+        resume_from=str(run.found.directory) if run.found else None,
         transport=run.parts.transport,
         env_vars=devices.trainer,
         shares_gpu=bool(devices.shared),
@@ -544,9 +497,9 @@ def _import_what_is_needed_soon() -> None:
 # ---------------------------------------------------------------------------------- parts of the loop
 
 
-def _check_held(run: RunContext, engine: Engine, weights: Weights) -> None:
+def _check_held(run: Launch, engine: Engine, weights: Weights) -> None:
     """Raise ConfigError if the engine of a resumed run holds other weights than before."""
-    if (found := run.start.found) is None:
+    if (found := run.found) is None:
         return
     try:
         now = run.parts.published(engine, weights, weights.version)
@@ -557,7 +510,7 @@ def _check_held(run: RunContext, engine: Engine, weights: Weights) -> None:
 
 
 def _save(
-    run: RunContext,
+    run: Launch,
     trainer: Trainer,
     buffer: Buffer[Prompt, Group],
     loaders: Loaders,
@@ -567,7 +520,7 @@ def _save(
     start: Path,
 ) -> Save:
     """Return the function that writes a checkpoint."""
-    parts, found = run.parts, run.start.found
+    parts, found = run.parts, run.found
     config, process = parts.config, identity(parts.config, start)
     before = None if found is None else Published.read(found.directory / "trainer")
 

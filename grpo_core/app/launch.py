@@ -7,13 +7,15 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from datetime import datetime
 from math import isclose
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve, frozen
+from attrs import define, evolve, field, frozen
 
 from grpo_core._version import __version__
 from grpo_core.app.make import make, preflight
@@ -21,12 +23,15 @@ from grpo_core.app.parts import Parts, engine_dtype, intervals
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.app.provenance import file_hashes
 from grpo_core.app.target import EvalTarget, check_start, start_digest, without_overridden
+from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, TrainerConfig, as_table, build, merge, replace_parts
 from grpo_core.contracts.errors import ConfigError, shortened, wrong_input
+from grpo_core.contracts.events import Event
 from grpo_core.data.samplers import load_plugin_state
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import BufferStatistics
 from grpo_core.loop.endings import GOAL_REACHED, Goal
+from grpo_core.loop.retention import Retention
 from grpo_core.loop.saved import SavedRun
 from grpo_core.loop.schedule import KEYS as SCHEDULE
 from grpo_core.loop.schedule import rate
@@ -34,6 +39,7 @@ from grpo_core.models.files import directory_here, published_dtype
 from grpo_core.plugins.configured import configured, model_section
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
 from grpo_core.processes import secrets
+from grpo_core.reporting.trackers import Trackers
 from grpo_core.storage.published import Published
 from grpo_core.storage.run_directory import RunDirectory, lost
 
@@ -84,7 +90,7 @@ def continued(
         if resumed.over is None:  # otherwise no part starts
             if resumed.found is not None:
                 check_states(resumed.found.directory, resumed.parts)
-            resumed = evolve(resumed, warnings=_checked(resumed.parts))
+            resumed.warnings = _checked(resumed.parts)
         begin(resumed)
     except BaseException:
         resumed.parts.close()
@@ -220,7 +226,7 @@ class Over:
     """Whether the run ended completely."""
 
 
-@frozen(kw_only=True)
+@define(kw_only=True, eq=False)
 class Launch:
     """A run that starts or resumes; its directory is locked."""
 
@@ -234,8 +240,31 @@ class Launch:
     """Set if nothing is left to train."""
     notes: tuple[str, ...] = ()
     """Messages to the user: where the run continues, and what changed."""
-    warnings: Sequence[tuple[str, str]] = ()
-    """Causes and messages from ``grpo_preflight``, which the run emits."""
+    warnings: list[tuple[str, str]] = field(factory=list)
+    """Causes and messages from ``grpo_preflight`` and from the start; emitted after it."""
+    trackers: Trackers = field(init=False)
+    retention: Retention = field(init=False)
+    tasks: Tasks = field(init=False)
+    """The environments, once they have started."""
+    stack: AsyncExitStack = field(init=False, factory=AsyncExitStack)
+    """Closes everything that was started."""
+    began: float = field(init=False, factory=time.monotonic)
+    """Start of the program, and of a time limit, on the clock of the event loop."""
+    after: list[Callable[[Event], None]] = field(init=False, factory=list)
+    """Called with each event after the trackers received it."""
+    goal: dict[str, float] = field(init=False, factory=dict)
+    """Value of the metric in ``trainer.stop_when``, by name; saved in each checkpoint."""
+
+    @property
+    def step(self) -> int:
+        """The step that the run continues from; 0 for a new run."""
+        return self.found.step if self.found else 0
+
+    def emit(self, event: Event) -> None:
+        """Send an event to all trackers."""
+        self.trackers.emit(event)
+        for receive in self.after:
+            receive(event)
 
     def again(self, block: Sequence[str]) -> str:
         """Return the command that continues the run."""
