@@ -16,9 +16,9 @@ from grpo_core.api.given import configuration, given, names, trackers
 from grpo_core.api.run import Run
 from grpo_core.app import build
 from grpo_core.app.launch import configure_target, continued, new_run
+from grpo_core.app.model_sources import find_target
 from grpo_core.app.session import Session, prepare, start_session
 from grpo_core.app.stopping import Stop
-from grpo_core.app.target import find_target
 from grpo_core.config import merge
 from grpo_core.contracts.errors import ConfigError, GrpoError, wrong_input
 from grpo_core.plugins.installed import importing_file

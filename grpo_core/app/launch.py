@@ -19,10 +19,10 @@ from attrs import define, evolve, field, frozen
 
 from grpo_core._version import __version__
 from grpo_core.app.make import make, preflight
+from grpo_core.app.model_sources import EvalTarget, check_start, start_digest, without_overridden
 from grpo_core.app.parts import Parts, engine_dtype, intervals
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.app.provenance import file_hashes
-from grpo_core.app.target import EvalTarget, check_start, start_digest, without_overridden
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, TrainerConfig, as_table, build, merge, replace_parts
 from grpo_core.contracts.errors import ConfigError, shortened, wrong_input

@@ -13,8 +13,8 @@ from typing import cast
 from attrs import evolve
 
 from grpo_core.app.data import check_data
+from grpo_core.app.model_sources import teacher_model
 from grpo_core.app.parts import Parts
-from grpo_core.app.target import teacher_model
 from grpo_core.config import (
     CUTS,
     Config,
@@ -87,7 +87,8 @@ def _make(parts: Parts) -> None:
             + (", ".join(offered) or "none (pip install grpo-plugin-math, for one)")
         )
     for name, task in config.tasks.items():
-        _check_task(f"tasks.{name}", name, task, parts)
+        check_task(f"tasks.{name}", task, parts)
+        check_data(f"tasks.{name}", name, task, host)
     plugin_state(parts.sampler, f"sampler {config.sampler.name!r}")  # or the first checkpoint would fail
     known = {
         "group_size": config.rollout.group_size,
@@ -151,18 +152,6 @@ def preflight(parts: Parts) -> list[tuple[str, str]]:
             with plugin_errors(str(offer)):
                 found += [(name, message) for message in function(parts.config, host)]
     return found
-
-
-def check_task(name: str, task: TaskConfig, config: Config, host: PluginHost) -> None:
-    """Raise ConfigError or PluginError if the environment of a task cannot be made on this machine."""
-    _check_environment(f"tasks.{name}", task, config.environment, host, remote=False)
-
-
-def _check_task(key: str, name: str, task: TaskConfig, parts: Parts) -> None:
-    """Raise ConfigError or PluginError if environment or data of a task or a set cannot be made."""
-    remote = parts.placement.remote
-    _check_environment(key, task, parts.config.environment, parts.plugins, remote=remote)
-    check_data(key, name, task, parts.plugins)
 
 
 def _check_teacher(config: Config) -> None:
@@ -258,7 +247,8 @@ def _check_set(name: str, parts: Parts) -> None:
             "`grpo-core validate` should measure it"
         )
     for environment in validation.environments([name]).values():
-        _check_task(key, name, environment, parts)
+        check_task(key, environment, parts)
+        check_data(key, name, environment, parts.plugins)
     own = {cut: value for cut, value in _cuts(resolved).items() if getattr(chosen, cut) is not None}
     _check_strategy(resolved, parts, own, name)
 
@@ -315,45 +305,37 @@ def _check_idle(parts: Parts) -> None:
         raise ConfigError("\n".join(found))
 
 
-def _check_of_program(key: str, task: TaskConfig, config: EnvironmentConfig, selected: Selected) -> None:
-    """Raise ConfigError for settings that do not apply to an object on a thread of the program."""
-    if task.env_vars:
-        raise ConfigError(
-            f"{key}.env_vars: {selected.name!r} is an object of this program, which has its own environment "
-            "variables; set them there"
-        )
-    if (config.workers or 1) > 1 and selected.offer.once:
-        raise ConfigError(
-            f"environment.workers = {config.workers}: {selected.name!r} is one object; give its class, so "
-            "that each worker makes its own object"
-        )
-
-
 def of_task(config: EnvironmentConfig, task: TaskConfig) -> EnvironmentConfig:
     """Return the environment section for a task, whose own keys take precedence."""
     return evolve(config, python=task.python or config.python, env_vars={**config.env_vars, **task.env_vars})
 
 
-def _check_environment(
-    key: str, task: TaskConfig, config: EnvironmentConfig, host: PluginHost, *, remote: bool
-) -> None:
-    """Raise ConfigError or PluginError for an environment that cannot be made.
+def check_task(key: str, task: TaskConfig, parts: Parts) -> None:
+    """Raise ConfigError or PluginError if the environment of a task or of a set cannot be made.
 
     Another interpreter's packages are known only when the environment starts there.
     """
-    own = of_task(config, task)
-    if host.of_program(task.env) and (remote or own.python):
-        where = "a worker of the cluster" if remote else f"the interpreter {own.python}"
-        raise ConfigError(
-            f"{key}: {task.env!r} is an object of this program, which {where} does not have; write it into a "
-            "file, and give its name, as in env='./file.py:NAME'"
-        )
+    own, host, remote = of_task(parts.config.environment, task), parts.plugins, parts.placement.remote
     if host.of_program(task.env):
-        _check_of_program(key, task, own, host.find("environment", task.env))
+        if remote or own.python:
+            where = "a worker of the cluster" if remote else f"the interpreter {own.python}"
+            raise ConfigError(
+                f"{key}: {task.env!r} is an object of this program, which {where} does not have; write it "
+                "into a file, and give its name, as in env='./file.py:NAME'"
+            )
+        if task.env_vars:
+            raise ConfigError(
+                f"{key}.env_vars: {task.env!r} is an object of this program, which has its own environment "
+                "variables; set them there"
+            )
+        if (own.workers or 1) > 1 and host.find("environment", task.env).offer.once:
+            raise ConfigError(
+                f"environment.workers = {own.workers}: {task.env!r} is one object; give its class, so that "
+                "each worker makes its own object"
+            )
     from_here(own.env_vars, f"{key}.env_vars" if task.env_vars else "environment.env_vars")
     if own.python:
         if not remote:
             Interpreter.find(own.python)
-        return
-    if not isinstance(host.find("environment", task.env).offer.factory, str):
+    elif not isinstance(host.find("environment", task.env).offer.factory, str):
         host.check_options("environment", task.env, task.options)

@@ -17,9 +17,8 @@ from attrs import evolve, frozen
 from grpo_core.app import provenance
 from grpo_core.app.first_look import RunPrompts, conventions_of_validation
 from grpo_core.app.launch import RUNS, configure_target, new_directory, unused
-from grpo_core.app.model_sources import ModelRequest, StartModel, with_max_tokens
+from grpo_core.app.model_sources import EvalTarget, ModelRequest, StartModel, find_target, with_max_tokens
 from grpo_core.app.parts import Parts, sampling_params
-from grpo_core.app.target import EvalTarget, find_target
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, ValidationConfig, as_toml
 from grpo_core.contracts import protocols

@@ -163,8 +163,10 @@ if TYPE_CHECKING:
     from grpo_core.app.make import make as make
     from grpo_core.app.model_sources import ModelRequest as ModelRequest
     from grpo_core.app.model_sources import StartModel as StartModel
+    from grpo_core.app.model_sources import find_target as find_target
     from grpo_core.app.model_sources import model_source as model_source
     from grpo_core.app.model_sources import started_from as started_from
+    from grpo_core.app.model_sources import teacher_model as teacher_model
     from grpo_core.app.model_sources import watched as watched
     from grpo_core.app.parts import Parts as Parts
     from grpo_core.app.parts import engine_dtype as engine_dtype
@@ -173,8 +175,6 @@ if TYPE_CHECKING:
     from grpo_core.app.placement import Placement as Placement
     from grpo_core.app.placement import Retain as Retain
     from grpo_core.app.session import start_session as start_session
-    from grpo_core.app.target import find_target as find_target
-    from grpo_core.app.target import teacher_model as teacher_model
     from grpo_core.app.tasks import Tasks as Tasks
     from grpo_core.commands.complaints import complain as complain
     from grpo_core.commands.complaints import say as say

@@ -77,7 +77,8 @@ def checked(config: Config, host: PluginHost) -> list[str]:
         if name not in config.tasks:
             near = did_you_mean(name, set(config.tasks))
             raise ConfigError(f"audit.tasks: there is no task {name!r}.{near}")
-    check_task(NAME, _task(audit), config, host)
+    task = _task(audit)
+    check_task(f"tasks.{NAME}", task, _in_children(config, host, {NAME: task}))
     with ThreadPoolExecutor(1) as thread:  # the caller may run an event loop in this thread
         return thread.submit(asyncio.run, _checked(audit, config, host)).result()
 

@@ -125,14 +125,15 @@ async def _by_hand(name: str, options: dict[str, Any], choice: Choice, block: Se
     with wrong_input():
         changes = {**_changes({}, task, name, options), "rollout": BY_HAND}
         config, host = launch.configure([], changes, block)
-        check_task(task, config.tasks[task], config, host)
+        parts = Parts(config, host, trains=False)
+        check_task(f"tasks.{task}", config.tasks[task], parts)
     transcript = Transcript(Console(highlight=False), echo=not sys.stdin.isatty())
 
     def show(text: str) -> None:
         transcript.line(text, "dim")
 
     with reported_to(lines_of_incidents(show)):
-        async with Tasks.start(Parts(config, host, trains=False)) as tasks:
+        async with Tasks.start(parts) as tasks:
             environment = tasks.environments[task]
             if environment.runs_agents:
                 raise ConfigError(
