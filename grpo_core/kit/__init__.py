@@ -138,7 +138,7 @@ A command that computes steps of a run again, or reads settings:
 
 A command that estimates a run before it starts (see ``grpo_plugin_doctor``):
 
-    make, launch, model_source  make the parts of a configuration, and check its model
+    make, launch, Parts         make the parts of a configuration, and check its model
     gpus, engine_dtype, find_transport, teacher_model    what a run will start on this machine
     files, ModelFiles           find and read the files of a model
     Scorer, MicroBatch, Passes, for_training, packing    compute what training computes
@@ -164,7 +164,6 @@ if TYPE_CHECKING:
     from grpo_core.app.model_sources import ModelRequest as ModelRequest
     from grpo_core.app.model_sources import StartModel as StartModel
     from grpo_core.app.model_sources import find_target as find_target
-    from grpo_core.app.model_sources import model_source as model_source
     from grpo_core.app.model_sources import started_from as started_from
     from grpo_core.app.model_sources import teacher_model as teacher_model
     from grpo_core.app.model_sources import watched as watched

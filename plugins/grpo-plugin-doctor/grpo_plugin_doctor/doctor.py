@@ -29,7 +29,6 @@ from grpo_core.kit import (
     inert,
     launch,
     make,
-    model_source,
     parse_settings,
     read_toml,
     scratch_directory,
@@ -308,7 +307,7 @@ def _model_directory(config: Config, host: PluginHost, scratch: Path) -> str | N
     """Return a directory with the model's config.json, or its hub id."""
     if not host.offers("model", config.model.path):
         return str(files.directory_here(config.model.path) or config.model.path)
-    describe_model = getattr(model_source(config.model, host), "configuration", None)
+    describe_model = getattr(Parts(config, host).model, "configuration", None)
     if describe_model is None:
         return None
     (scratch / "config.json").write_text(json.dumps(describe_model()))
