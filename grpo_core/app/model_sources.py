@@ -125,7 +125,7 @@ class Pretrained:
         check_path(self._path, self._hint)
 
     async def start_model(self, request: ModelRequest) -> StartModel:
-        path = await fetched(self._path, request.status)
+        path = str(Path(await fetched(self._path, request.status)).absolute())
         positions = await asyncio.to_thread(size_of, path, "max_position_embeddings")
         if not (Path(path) / FILE).is_file():
             return StartModel(path=path, positions=positions)
