@@ -21,13 +21,7 @@ from grpo_core.app.gpus import Devices
 from grpo_core.app.launch import Launch, changed_schedule, check_held, identity
 from grpo_core.app.make import interval_of
 from grpo_core.app.model_sources import ModelRequest, StartModel, fetched, with_max_tokens
-from grpo_core.app.parts import (
-    SYNC_ATTEMPTS,
-    SYNC_GRACE,
-    check_lengths,
-    check_loaders,
-    with_steps,
-)
+from grpo_core.app.parts import SYNC_ATTEMPTS, SYNC_GRACE, check_lengths, check_loaders, with_steps
 from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import as_table

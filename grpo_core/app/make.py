@@ -15,21 +15,8 @@ from attrs import evolve
 from grpo_core.app.data import check_data
 from grpo_core.app.model_sources import teacher_model
 from grpo_core.app.parts import Parts
-from grpo_core.config import (
-    CUTS,
-    Config,
-    EnvironmentConfig,
-    TaskConfig,
-    ValidationConfig,
-)
-from grpo_core.config.idle import (
-    CLUSTER,
-    COLLECTIVE,
-    MEASURED,
-    OF_LOSS,
-    WEIGHING,
-    idle_keys,
-)
+from grpo_core.config import CUTS, Config, EnvironmentConfig, TaskConfig, ValidationConfig
+from grpo_core.config.idle import CLUSTER, COLLECTIVE, MEASURED, OF_LOSS, WEIGHING, idle_keys
 from grpo_core.contracts.errors import ConfigError, did_you_mean, plugin_errors, wrong_input
 from grpo_core.contracts.loss import problems_of
 from grpo_core.data.samplers import plugin_state

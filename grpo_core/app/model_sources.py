@@ -21,6 +21,7 @@ from grpo_core.models.files import ADAPTERS, check_path, hub_cache, local_direct
 from grpo_core.plugins.configured import configured
 from grpo_core.plugins.hints import install_command
 from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.paths import absolute
 from grpo_core.storage.published import FILE
 from grpo_core.storage.run_directory import CONFIG, RunDirectory
 
@@ -125,7 +126,7 @@ class Pretrained:
         check_path(self._path, self._hint)
 
     async def start_model(self, request: ModelRequest) -> StartModel:
-        path = str(Path(await fetched(self._path, request.status)).absolute())
+        path = absolute(await fetched(self._path, request.status))
         positions = await asyncio.to_thread(size_of, path, "max_position_embeddings")
         if not (Path(path) / FILE).is_file():
             return StartModel(path=path, positions=positions)
