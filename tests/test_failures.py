@@ -315,6 +315,7 @@ def test_06_an_engine_whose_processes_all_hang_ends_the_update_after_two_of_them
         engine = ChildEngine(
             EngineSetup(model="m", deadline=3.0), name="stuck", server=f"{__file__}:Stuck", options={}
         )
+        await engine.started()
         first = engine.pid
         with pytest.raises(
             WeightSyncError, match=r"version 2, and neither does the process that replaced it .* within 3 s"
