@@ -11,9 +11,9 @@ from test_agents import HEAD as COMMON
 from test_agents import played_in
 
 from grpo_core import cli
-from grpo_core.app.placement import LocalPlacement
-from grpo_core.app.workers import make_environment
-from grpo_core.config import EnvironmentConfig, TaskConfig
+from grpo_core.app.parts import Parts
+from grpo_core.app.tasks import make_environment
+from grpo_core.config import Config, EnvironmentConfig, TaskConfig
 from grpo_core.contracts.errors import PluginError
 from grpo_core.contracts.records import Completion, Limits
 from grpo_core.environments.pool import Places
@@ -58,10 +58,10 @@ def played(tmp_path, agent, groups, *, config=None, deadline=60.0, name=""):
     """Play a rollout in each of the groups by an agent as a run does; return them with the pool's remark."""
     (tmp_path / "agent.py").write_text(HEAD + agent)
     host, task = PluginHost.discover(), TaskConfig(env=f"{tmp_path}/agent.py{name}")
-    placement, config = LocalPlacement(host), config or EnvironmentConfig()
+    parts = Parts(Config(environment=config or EnvironmentConfig()), host)
 
     async def story():
-        pool = make_environment("task", task, config, placement, host, log=None, parts={})
+        pool = make_environment("task", task, parts)
         return await played_in(pool, groups, deadline=deadline), pool.remark
 
     return asyncio.run(story())

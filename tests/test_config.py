@@ -156,6 +156,20 @@ values = st.recursive(
 )
 
 
+def test_a_path_that_is_not_in_the_working_directory_is_looked_for_next_to_the_file(tmp_path, monkeypatch):
+    own, here = tmp_path / "own", tmp_path / "here"
+    for directory in (own, here):
+        directory.mkdir()
+        (directory / "both.py").touch()
+    (own / "mine.py").touch()
+    names = ["./mine.py:Class", "./both.py", "./none.py", "mine.py"]
+    (own / "run.toml").write_text(f"plugins = {names}\n[tasks.a]\nenv = './mine.py'\n")
+    monkeypatch.chdir(here)
+    tables = read_toml(own / "run.toml")
+    assert tables["plugins"] == [f"{own}/mine.py:Class", *names[1:]]
+    assert tables["tasks"]["a"]["env"] == f"{own}/mine.py"
+
+
 @pytest.mark.long
 @given(
     options=st.dictionaries(st.text('ab-_. "\\é', max_size=4), values, max_size=4), seed=st.integers(0, 2**31)

@@ -12,8 +12,8 @@ from test_cli import events, grpo, refused
 from test_plugins import install, plugin  # noqa: F401
 
 from grpo_core import EngineSetup, TrainerSetup
-from grpo_core.app import preflight
 from grpo_core.app.launch import configure, new_run
+from grpo_core.app.make import make
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.commands.defaults import text
 from grpo_core.config import Config, as_table, as_toml, build, parse_setting
@@ -130,7 +130,7 @@ def test_a_model_may_change_the_defaults_of_sections(install, tmp_path):  # noqa
     start.directory.unlock()
     written = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
     assert (written["budget"]["tokens"], written["model"]["adapters"]["rank"]) == (5, 2)
-    assert start.notes == (f"training small on math:sort, {start.config.trainer.steps} steps",)
+    assert start.notes == (f"training small on math:sort, {start.parts.config.trainer.steps} steps",)
 
 
 def test_a_file_that_a_section_names_is_found_from_any_directory(installed, tmp_path, monkeypatch):
@@ -193,8 +193,8 @@ def test_a_key_of_a_section_that_does_nothing_is_refused(installed):
         r'budget\.names = \["a"\] does nothing with budget\.tokens = 1000: change that, or leave out names'
     )
     with pytest.raises(ConfigError, match=message):
-        preflight.check(config, host)
-    preflight.check(*configure([start], {"budget": {"names": ["a"], "tokens": 5}}))
+        make(config, host)
+    make(*configure([start], {"budget": {"names": ["a"], "tokens": 5}}))
 
 
 def test_a_section_is_unknown_where_its_plugin_is_not_loaded(installed):

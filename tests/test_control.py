@@ -17,7 +17,7 @@ from test_cli import refused
 from test_rollout import SAMPLING, VERSION_0, prompts
 from test_segments import GIVEN, ends_of, make_tokenizer, said, user
 
-from grpo_core.app.lengths import RunPrompts
+from grpo_core.app.first_look import RunPrompts
 from grpo_core.contracts.errors import ControlInText, ModelError
 from grpo_core.contracts.incidents import reported_to
 from grpo_core.contracts.records import Feedback, Prompt

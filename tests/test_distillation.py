@@ -15,8 +15,8 @@ import torch
 from adapting import with_lora
 from test_trainer import batch, ragged, same, save, scores, setup, weights
 
-from grpo_core.app import preflight
-from grpo_core.app.parts import Parts
+from grpo_core.app import make as making
+from grpo_core.app.make import make
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.config import LossConfig, TeacherConfig, build
 from grpo_core.config.run import TrainerSetup
@@ -106,7 +106,7 @@ def test_a_run_that_trained_adapters_can_be_the_teacher(models: tuple[str, str],
     found = Teacher(TeacherConfig(path=adapters), CPU, Passes()).logprobs(collate(rows, CPU), 1.0)
     torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-5)
     table = {"loss": {"name": "distillation"}, "teacher": {"path": adapters}, "model": {"path": student}}
-    preflight.check(build([{"tasks": {"sort": {"env": "math:sort"}}}, table]), PluginHost.discover(None))
+    make(build([{"tasks": {"sort": {"env": "math:sort"}}}, table]), PluginHost.discover(None))
 
 
 @pytest.mark.long
@@ -252,20 +252,20 @@ def test_a_teacher_and_a_loss_that_do_not_fit_are_refused_before_anything_starts
 ) -> None:
     config = build([{"tasks": {"sort": {"env": "math:sort"}}}, tables])
     with pytest.raises(error, match=message):
-        preflight.check(config, PluginHost.discover())
+        make(config, PluginHost.discover())
 
 
 def test_a_run_without_a_checkpoint_is_not_a_teacher(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("")
     config = build([{"loss": {"name": "distillation"}, "teacher": {"path": str(tmp_path)}}])
     with pytest.raises(ConfigError, match="a run that has no checkpoint yet"):
-        preflight._check_teacher(Parts(config, PluginHost.discover(["algorithms"])))
+        making._check_teacher(config)
 
 
 def test_a_model_is_validated_without_its_teacher() -> None:
     tables = {"loss": {"name": "distillation"}, "teacher": {"path": "./gone"}}
     config = build([{"tasks": {"sort": {"env": "math:sort"}}}, tables])
-    preflight.check(config, PluginHost.discover(), trains=False)
+    make(config, PluginHost.discover(), trains=False)
 
 
 # ---------------------------------------------------------------------------------- whole runs

@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from recording import record
 from test_pipeline import Run, cut, resumed
 
+from grpo_core.app.launch import FIXED
 from grpo_core.app.parts import Parts
-from grpo_core.app.resume import FIXED
 from grpo_core.config import Config, ModelConfig, PipelineConfig, RolloutConfig, build
 from grpo_core.contracts.errors import WeightSyncError
 from grpo_core.contracts.events import Dispatched, PromptSkipped, StepEnded, Synced
@@ -315,6 +315,7 @@ def test_06_an_engine_whose_processes_all_hang_ends_the_update_after_two_of_them
         engine = ChildEngine(
             EngineSetup(model="m", deadline=3.0), name="stuck", server=f"{__file__}:Stuck", options={}
         )
+        await engine.started()
         first = engine.pid
         with pytest.raises(
             WeightSyncError, match=r"version 2, and neither does the process that replaced it .* within 3 s"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from grpo_core.app.make import make
 from grpo_core.app.parts import Parts
-from grpo_core.app.preflight import check
 from grpo_core.config import build
 from grpo_core.contracts.errors import PluginError, SamplingError
 from grpo_core.loop import dynamic
@@ -128,7 +128,7 @@ def test_a_filter_that_returns_no_text_is_named(tmp_path: Any) -> None:
 )
 def test_filters_are_checked_before_a_run(tables: dict[str, Any], message: str) -> None:
     with pytest.raises(PluginError, match=message):
-        check(build([{**A_TASK, "filters": tables}]), PluginHost.discover(allow=["agents", "algorithms"]))
+        make(build([{**A_TASK, "filters": tables}]), PluginHost.discover(allow=["agents", "algorithms"]))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from grpo_core.app import preflight
+from grpo_core.app.make import make
 from grpo_core.config import build
 from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.plugins.host import PluginHost
@@ -20,7 +20,7 @@ def host() -> PluginHost:
 
 def checked(host: PluginHost, table: dict[str, Any]) -> None:
     start = {"model": {"path": "tiny"}, "tasks": {"sort": {"env": "math:sort"}}}
-    preflight.check(build([start, table], host.sections), host)
+    make(build([start, table], host.sections), host)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from test_first_look import SHOWS_TOOLS, Sums, Tools, letters, looked
 from test_resume import QUICK
 
 from grpo_core import Prompt
-from grpo_core.app.lengths import LOOKED_AT, RunPrompts
+from grpo_core.app.first_look import LOOKED_AT, RunPrompts
 from grpo_core.config import EnvironmentConfig, RowOptions, ValidationConfig
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.data.files import file as read_file

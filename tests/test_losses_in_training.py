@@ -15,8 +15,7 @@ import transformers
 from test_trainer import batch, ragged, row, same, save, scores, setup, with_tokens
 from torch import Tensor
 
-from grpo_core.app import preflight
-from grpo_core.app.parts import Parts
+from grpo_core.app.make import make
 from grpo_core.config import LossConfig, TeacherConfig, build
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.records import Row
@@ -534,6 +533,7 @@ def test_a_resumed_run_has_the_reference_that_it_had(model: str, tmp_path: Path,
 def test_sections_that_contradict_each_other_are_refused(
     trainer: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
-    config = build([{"trainer": trainer, "loss": {"options": options}}])
+    task = {"sort": {"env": "math:sort"}}
+    config = build([{"tasks": task, "trainer": trainer, "loss": {"options": options}}])
     with pytest.raises(ConfigError, match=message):
-        preflight._check_loss(Parts(config, PluginHost.discover(["algorithms"])))
+        make(config, PluginHost.discover(["algorithms", "math"]))

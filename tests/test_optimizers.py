@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_trainer import batch, ragged, row, same, save, weights
 from test_trainer import setup as plain_setup
 
-from grpo_core.app import preflight
+from grpo_core.app.make import make
 from grpo_core.config import OptimizerConfig, ParameterGroupConfig, build
 from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.errors import CheckpointError, ConfigError, PluginError
@@ -345,7 +345,7 @@ def test_an_optimizer_that_cannot_be_is_refused_before_anything_starts(
 ) -> None:
     config = build([{"tasks": {"sort": {"env": "math:sort"}}, "optimizer": chosen}])
     with pytest.raises(PluginError, match=message):
-        preflight.check(config, PluginHost.discover())
+        make(config, PluginHost.discover())
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import transformers
 from adapting import with_lora
 from test_trainer import batch, ragged, setup, weights
 
-from grpo_core.app import preflight
+from grpo_core.app.make import make
 from grpo_core.config import build
 from grpo_core.contracts.errors import ConfigError, ModelError
 from grpo_core.demo import tiny
@@ -150,7 +150,7 @@ def test_several_ranks_with_compiled_layers_are_refused_before_anything_starts()
     host = PluginHost.discover()
     table = {"tasks": {"sort": {"env": "math:sort"}}, "trainer": {"ranks": 2, "compile": True}}
     with pytest.raises(ConfigError, match=r"trainer\.ranks = 2: trainer\.compile = true is for one process"):
-        preflight.check(build([table], host.sections), host)
+        make(build([table], host.sections), host)
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_core import Run
-from grpo_core.app import preflight
+from grpo_core.app.make import make
 from grpo_core.config import Config, build
 from grpo_core.contracts.errors import DataPlaneError, PluginError, TrainerError
 from grpo_core.contracts.events import GroupFiltered, GroupsReady, Saved, Saving, StepEnded
@@ -465,5 +465,5 @@ def test_a_plane_whose_reader_no_other_process_can_import_is_refused_at_the_chec
         for name in ("alone", "beside")
     ]
     with pytest.raises(PluginError, match="its reader FileReader is defined in a single file"):
-        preflight.check(build([tables[0]]), PluginHost.discover())
-    preflight.check(build([tables[1]]), PluginHost.discover())
+        make(build([tables[0]]), PluginHost.discover())
+    make(build([tables[1]]), PluginHost.discover())

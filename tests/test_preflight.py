@@ -12,7 +12,8 @@ from test_cli import GRPO, events
 from test_plugins import install, plugin  # noqa: F401
 
 from grpo_core.app.launch import configure
-from grpo_core.app.preflight import checks_of_plugins
+from grpo_core.app.make import preflight
+from grpo_core.app.parts import Parts
 from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.plugins.host import PluginHost
 from grpo_plugin_devkit.modules import check_preflight
@@ -60,7 +61,7 @@ BUDGET = '''
 
 def checked(**table):
     config, host = configure([{"plugins": ["budget"], **table}], {})
-    return checks_of_plugins(config, host)
+    return preflight(Parts(config, host))
 
 
 def test_a_plugin_warns_of_a_run_or_refuses_it(install):  # noqa: F811

@@ -20,9 +20,8 @@ from killing import GRPO
 from simulation.disk import Dead, FaultyDisk
 from test_cli import ENVIRONMENTS, events, grpo, metrics, refused, start, steps_done, wait_for
 
-from grpo_core.app import resume as continuing
-from grpo_core.app.launch import continued
-from grpo_core.app.resume import identity
+from grpo_core.app import launch as launching
+from grpo_core.app.launch import continued, identity
 from grpo_core.config import as_table, build, merge, parse_setting, read_toml
 from grpo_core.contracts.errors import CheckpointError, ConfigError, PluginError
 from grpo_core.contracts.records import Group, Rollout, SampleRequest, Segment
@@ -328,13 +327,16 @@ def a_group(slot):
 
 def resumed(path, *settings):
     """Find the run as ``train --resume`` does; its lock ends with the result."""
-    return continuing.find(path, table(*settings), ())
+    launch = launching.find(path, table(*settings), ())
+    if launch.found is not None and launch.over is None:
+        launching.check_states(launch.found.directory, launch.parts)
+    return launch
 
 
 def changed(path, *settings):
     """Begin to resume with these settings; return the messages to the user."""
     found = resumed(path, *settings)
-    continuing.begin(found)
+    launching.begin(found)
     return found.notes
 
 
@@ -417,17 +419,17 @@ def test_the_checkpoint_counts_and_not_an_edited_configuration(tmp_path):
 )
 def test_other_changes_are_made_and_kept(tmp_path, setting):
     a_run(tmp_path / "run", ready=3, settings=["sampler.options.seed=3"])
-    continuing.begin(resumed(tmp_path / "run", setting))
+    launching.begin(resumed(tmp_path / "run", setting))
     ((section, (key, value)),) = ((name, *part.items()) for name, part in parse_setting(setting).items())
     kept = RunDirectory.open(tmp_path / "run")[1]
     assert as_table(kept)[section][key] == value
     again = resumed(tmp_path / "run")
-    assert again.config == again.before == kept
+    assert again.parts.config == again.before == kept
 
 
 def test_a_lower_staleness_is_right_where_nothing_waits(tmp_path):
     a_run(tmp_path / "run", ready=0)
-    assert resumed(tmp_path / "run", "pipeline.max_staleness=0").config.pipeline.max_staleness == 0
+    assert resumed(tmp_path / "run", "pipeline.max_staleness=0").parts.config.pipeline.max_staleness == 0
 
 
 def test_a_new_task_is_printed_as_it_was_given(tmp_path):
@@ -469,8 +471,10 @@ def test_a_resume_says_how_much_is_trained_again(tmp_path, steps, told):
 
 def test_options_of_a_part_that_is_replaced_are_dropped(tmp_path):
     a_run(tmp_path / "run", settings=["sampler.options.weights.sort=2.0"])
-    assert resumed(tmp_path / "run", "sampler.name=round_robin").config.sampler.options == {}
-    assert resumed(tmp_path / "run", "sampler.name=mix").config.sampler.options == {"weights": {"sort": 2.0}}
+    assert resumed(tmp_path / "run", "sampler.name=round_robin").parts.config.sampler.options == {}
+    assert resumed(tmp_path / "run", "sampler.name=mix").parts.config.sampler.options == {
+        "weights": {"sort": 2.0}
+    }
 
 
 @pytest.mark.long
@@ -618,8 +622,8 @@ def test_a_learning_rate_that_a_resume_changes_is_said_with_both_values(tmp_path
     ]
     directory = a_run(tmp_path / "run", settings=given)
     found = checkpoint.Found(directory=directory, step=6, passed_over=())
-    config = resumed(tmp_path / "run", *settings).config
-    message = continuing.changed_schedule(found, config.trainer)
+    config = resumed(tmp_path / "run", *settings).parts.config
+    message = launching.changed_schedule(found, config.trainer)
     assert said in message
     assert bool(message) == bool(said)
 
@@ -651,7 +655,8 @@ def test_a_teacher_with_other_weights_is_said(tmp_path):
 
 
 def test_a_time_limit_and_a_reference_that_act_otherwise_than_before_are_said(tmp_path):
-    a_run(tmp_path / "run", settings=["trainer.time_limit=60", "trainer.reference_every=2"])
+    kept = ["trainer.time_limit=60", "trainer.reference_every=2", "loss.options.kl_coefficient=0.1"]
+    a_run(tmp_path / "run", settings=kept)
     notes = resumed(tmp_path / "run", "trainer.reference_every=0").notes
     assert any(
         note.startswith("the reference is again the model that the run started from") for note in notes

@@ -232,12 +232,12 @@ def test_a_plain_function_of_a_file_is_a_sampler(tmp_path):
     (tmp_path / "own.py").write_text(FUNCTION)
     chosen = {"name": f"{tmp_path}/own.py:pick", "options": {"first": "b"}}
     parts = Parts(build([{"sampler": chosen}]), PluginHost.discover(()))
-    stream = PromptStream(sampler=parts.sampler(), loaders=loaders(a=5, b=5), name="pick")
+    stream = PromptStream(sampler=parts.sampler, loaders=loaders(a=5, b=5), name="pick")
     assert [prompt.environment for prompt in stream.draw(request(2))] == ["b", "b"]
     assert stream.state_dict() is None
     wrong = Parts(build([{"sampler": {**chosen, "options": {"frist": "b"}}}]), PluginHost.discover(()))
     with pytest.raises(ConfigError, match=r"no parameter 'frist' for sampler\.options\.frist"):
-        wrong.sampler()
+        assert wrong.sampler
 
 
 def test_a_copy_of_the_stream_continues_where_it_was():

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.app import preflight
 from grpo_core.app.data import AT_ONCE
-from grpo_core.app.placement import LocalPlacement
+from grpo_core.app.make import make
+from grpo_core.app.parts import Parts
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, RowOptions, TaskConfig, build
 from grpo_core.contracts.errors import CheckpointError, ConfigError, PluginError
@@ -151,7 +151,7 @@ def test_a_file_that_is_not_there_is_named_although_the_run_would_not_read_it(of
         ),
     ):
         with pytest.raises(ConfigError, match=rf"{key} = '{name}': there is no such file"):
-            preflight.check(build([{"model": {"path": "tiny"}}, table]), PluginHost.discover())
+            make(build([{"model": {"path": "tiny"}}, table]), PluginHost.discover())
 
 
 # ---------------------------------------------------------------------------------- lazy, pickled, resumed
@@ -346,7 +346,7 @@ def with_environment(env, path, look, **config):
     async def story():
         tasks = {"sums": TaskConfig(env=env, data=path, data_options=config)}
         host = PluginHost.discover()
-        around = Tasks.start(Config(tasks=tasks), host, LocalPlacement(host))
+        around = Tasks.start(Parts(Config(tasks=tasks), host, trains=False))
         async with around as started:
             prompts = (await started.prompts("train", MANY))["sums"]
             return await look(prompts, started.environments["sums"])

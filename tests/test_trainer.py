@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from scaled import KEYS, scaled
 from test_pipeline import Run
 
-from grpo_core.app import preflight
+from grpo_core.app.make import make
 from grpo_core.app.parts import Parts
 from grpo_core.config import (
     Config,
@@ -1007,7 +1007,7 @@ def test_a_schedule_that_cannot_work_is_an_error_before_anything_starts(
     (tmp_path / "rates.py").write_text(text)
     table = {"trainer": {"lr_schedule": f"{tmp_path}/rates.py:wsd"}, "tasks": {"sort": {"env": "math:sort"}}}
     with pytest.raises(error, match=message):
-        preflight.check(build([table]), PluginHost.discover())
+        make(build([table]), PluginHost.discover())
     with pytest.raises(ConfigError, match=r"'lr_schedule' must be 'constant', 'linear', 'cosine', or"):
         build([{"trainer": {"lr_schedule": "cosinus"}}])
 

@@ -11,9 +11,8 @@ import pytest
 from killing import GRPO
 from parts_kept import check_transport
 
-from grpo_core.app.placement import LocalPlacement
-from grpo_core.app.workers import transport
-from grpo_core.config import EngineConfig
+from grpo_core.app.parts import Parts
+from grpo_core.config import Config, EngineConfig
 from grpo_core.contracts.errors import GrpoError, PluginError
 from grpo_core.plugins import transports
 from grpo_core.plugins.host import PluginHost
@@ -118,14 +117,15 @@ def test_an_unknown_transport_is_refused_before_anything_starts(tmp_path):
 
 
 def test_a_transport_that_is_not_installed_is_refused_with_the_command_that_installs_it():
-    config = EngineConfig(transport="collective")
+    config = Config(engine=EngineConfig(transport="collective"))
     host = PluginHost.discover(allow=[])
     with pytest.raises(
         PluginError, match="there is no transport 'collective': pip install grpo-plugin-scale"
     ):
-        transport(config, None, LocalPlacement(host), host)
+        assert Parts(config, host).transport
+    config = Config(engine=EngineConfig(transport_options={"ports": [1, 2]}))
     with pytest.raises(PluginError, match=r"transport 'shm' .* has no option 'ports'"):
-        transport(EngineConfig(transport_options={"ports": [1, 2]}), None, LocalPlacement(host), host)
+        assert Parts(config, host).transport
 
 
 @pytest.mark.parametrize("name", ["shm", "cuda_ipc", "collective"])

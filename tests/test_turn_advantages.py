@@ -15,7 +15,8 @@ from test_turns import SAMPLING, played, scripted
 
 import grpo_core as grpo
 from grpo_core import advantages as formulas
-from grpo_core.app.launch import check_config, configure
+from grpo_core.app.launch import configure
+from grpo_core.app.make import make
 from grpo_core.contracts.errors import PluginError
 from grpo_core.contracts.records import Group, Rollout, Row, Segment
 from grpo_core.contracts.tokens import Tokens
@@ -239,4 +240,4 @@ def test_groups_with_equal_rewards_are_not_filtered_where_their_turns_teach(
         [{"tasks": {"a": {"env": "math:sort"}}, "advantage": {"name": name}, **table}], {}
     )
     with pytest.raises(grpo.ConfigError, match=f"{key} filters groups whose .* advantage.name = '{name}'"):
-        check_config(config, host)
+        make(config, host)

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from measured import MEASURED
 
-from grpo_core.app import target
-from grpo_core.app.target import without_overridden
+from grpo_core.app.model_sources import find_target, without_overridden
 from grpo_core.config import as_table, as_toml, build
 from grpo_core.contracts.errors import ConfigError, ModelError
 from grpo_core.plugins.configured import configured
@@ -28,7 +27,7 @@ def grpo(cwd, *arguments):
 
 
 def find(name):
-    return target.find_target(name)
+    return find_target(name)
 
 
 # ---------------------------------------------------------------------------------- configuration

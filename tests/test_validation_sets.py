@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.app import preflight
+from grpo_core.app.make import make
 from grpo_core.app.parts import Parts
 from grpo_core.config import ValidationConfig, build
 from grpo_core.contracts.errors import ConfigError, GrpoError
@@ -151,7 +151,7 @@ def test_an_option_of_a_strategy_is_found_where_options_are():
 def test_what_cannot_be_measured_is_refused_before_anything_starts(table, message):
     host = PluginHost.discover(None)
     with pytest.raises(GrpoError) as raised:
-        preflight.check(build([SORT, table]), host)
+        make(build([SORT, table]), host)
     assert message in str(raised.value)
 
 
@@ -161,7 +161,7 @@ def test_the_metric_of_a_set_can_be_the_best_and_the_goal():
         "checkpoint": {"best": "validation/a/accuracy"},
         "trainer": {"stop_when": "validation/a/reward>=1"},
     }
-    preflight.check(build([SORT, goals, {"validation": validation}]), PluginHost.discover(None))
+    make(build([SORT, goals, {"validation": validation}]), PluginHost.discover(None))
 
 
 def test_a_validation_of_other_sets_says_nothing_about_the_best_checkpoint(tmp_path):
@@ -187,11 +187,14 @@ def test_the_first_version_is_due_by_choice_and_the_last_one_in_any_case(every, 
     assert set(due) - {0, last} == {version for version in range(1, last) if version % every == 0}
 
 
-def held_out(name, /, **validation):
+def held_out(set_name, name, /, **validation):
     environment = FakeEnvironment()
     prompts = [Prompt(messages=f"{name}{i}", id=str(i), environment=name) for i in range(3)]
     return HeldOut(
-        config=ValidationConfig(**validation), prompts={name: prompts}, environments={name: environment}
+        name=set_name,
+        config=ValidationConfig(**validation),
+        prompts={name: prompts},
+        environments={name: environment},
     )
 
 
@@ -201,8 +204,8 @@ def test_a_version_is_measured_by_what_is_due_and_all_transcripts_are_one_event(
         played = []
         validation = Parts(build([SORT]), PluginHost.discover(None)).validation(
             [
-                held_out("sort", every=2, at_start=False),
-                held_out("bench", every=3, name="batched", options={"n": 2}),
+                held_out("", "sort", every=2, at_start=False),
+                held_out("bench", "bench", every=3, name="batched", options={"n": 2}),
             ],
             engine,
             FakeRenderer(),

@@ -9,7 +9,6 @@ import pytest
 
 from grpo_core.app.parts import Parts
 from grpo_core.app.placement import LocalPlacement
-from grpo_core.app.workers import make_engine, workers_of
 from grpo_core.cli import _with_values
 from grpo_core.config import Config, EngineConfig, EnvironmentConfig
 from grpo_core.contracts.errors import ConfigError, EngineError, GrpoError, WeightSyncError
@@ -24,7 +23,6 @@ from grpo_core.contracts.records import (
 from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.engines.wrapped import BackgroundMetrics
 from grpo_core.environments.pool import EnvironmentPool
-from grpo_core.loop.agreement import Tolerance
 from grpo_core.plugins.host import PluginHost
 from grpo_core.storage.copies import Copies, mapped
 from grpo_core.testing import FakeEngine, FakeEnvironment, prompts, run
@@ -192,7 +190,7 @@ def test_one_worker_is_the_engine_itself_and_several_are_a_pool(tmp_path):
 
         def of(**changes):
             config = EngineConfig(name=f"{tmp_path}/fake.py:fake", **changes)
-            return make_engine(config, setup, LocalPlacement(host), host, tolerance=Tolerance(1e-3))
+            return Parts(Config(engine=config), host).engine(config, setup)
 
         assert isinstance(of(), FakeEngine)
         pool = of(workers=2)
@@ -210,7 +208,7 @@ def test_one_worker_is_the_engine_itself_and_several_are_a_pool(tmp_path):
 def test_several_engines_without_their_plugin_are_answered_with_the_line_that_installs_it():
     wanted = r"engine\.workers = 2: several engines are a pool; .* pip install grpo-plugin-scale\."
     with pytest.raises(ConfigError, match=wanted):
-        workers_of(EngineConfig(workers=2), PluginHost.discover([]))
+        Parts(Config(), PluginHost.discover([])).workers_of(EngineConfig(workers=2))
 
 
 COUNTING = """
@@ -248,8 +246,9 @@ def test_an_engine_is_given_as_many_requests_at_once_as_the_user_allows(tmp_path
                 return made[-1]
 
         config = EngineConfig(name=f"{tmp_path}/counting.py:Counting", max_requests=3, workers=workers)
-        setup = Parts(Config(), host).engine_setup(config, "m", logs=None, colocated=True)
-        engine = make_engine(config, setup, Recorded(host), host, tolerance=Tolerance())
+        parts = Parts(Config(), host)
+        parts.placement = Recorded(host)
+        engine = parts.engine(config, parts.engine_setup(config, "m", logs=None, colocated=True))
         await engine.update_weights(weights)
         answers = await engine.generate(requests)
         cancelled = asyncio.create_task(engine.generate(requests))

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 from grpo_core.api.given import arguments, configuration, names, trackers
 from grpo_core.api.run import Run
-from grpo_core.app import build, measuring
+from grpo_core.app import build
 from grpo_core.app.launch import configure_target, continued, new_run
-from grpo_core.app.session import Session, start_session
+from grpo_core.app.model_sources import find_target
+from grpo_core.app.session import Session, prepare, start_session
 from grpo_core.app.stopping import Stop
-from grpo_core.app.target import find_target
 from grpo_core.config import merge
 from grpo_core.contracts.errors import ConfigError, GrpoError, wrong_input
 from grpo_core.plugins.installed import importing_file
@@ -163,7 +163,7 @@ def validate(
     by_split = data if isinstance(data, Mapping) or data is None else {"train": data, "validation": data}
     with _as_arguments():
         asked = arguments(env, by_split, settings)
-        measurement = measuring.prepare(
+        measurement = prepare(
             None if model is None else os.fspath(model),
             asked.table,
             tasks=env is not None,
@@ -219,10 +219,10 @@ async def session(
         changes = merge(table, asked.table)
         name = None if model is None else os.fspath(model)
         target = find_target(name, changes.get("plugins"), block)
-        chosen, host = configure_target(
+        parts = configure_target(
             target, changes, block, asked.offers, tasks=env is not None, below=[asked.defaults(table)]
         )
-    async with start_session(chosen, host, target, status) as started:
+    async with start_session(parts, target, status) as started:
         yield started
 
 

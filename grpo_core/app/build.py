@@ -13,27 +13,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from attrs import asdict, define, evolve, field, frozen
+from attrs import asdict, evolve, frozen
 
 from grpo_core.app import provenance, readings
-from grpo_core.app.first_look import first_look, judge_one_reply, leaks
+from grpo_core.app.first_look import RunPrompts, first_look, has_tokenizer, judge_one_reply, leaks
 from grpo_core.app.gpus import Devices
-from grpo_core.app.lengths import RunPrompts, has_tokenizer
-from grpo_core.app.model_sources import ModelRequest, StartModel, fetched, model_source, with_max_tokens
-from grpo_core.app.parts import (
-    SYNC_ATTEMPTS,
-    SYNC_GRACE,
-    Parts,
-    check_lengths,
-    check_loaders,
-    with_steps,
-)
-from grpo_core.app.placement import Placement
-from grpo_core.app.preflight import interval_of
-from grpo_core.app.resume import Launch, changed_schedule, check_held, identity
+from grpo_core.app.launch import Launch, changed_schedule, check_held, identity
+from grpo_core.app.make import interval_of
+from grpo_core.app.model_sources import ModelRequest, StartModel, fetched, with_max_tokens
+from grpo_core.app.parts import SYNC_ATTEMPTS, SYNC_GRACE, check_lengths, check_loaders, with_steps
 from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.app.tasks import Tasks
-from grpo_core.config import Config, as_table
+from grpo_core.config import as_table
 from grpo_core.contracts.errors import describe, fault_of, wrong_input
 from grpo_core.contracts.events import (
     ErrorRaised,
@@ -45,7 +36,7 @@ from grpo_core.contracts.events import (
     WarningRaised,
 )
 from grpo_core.contracts.incidents import report, reported_to
-from grpo_core.contracts.protocols import DataPlane, Engine, Tracker, Trainer
+from grpo_core.contracts.protocols import Engine, Tracker, Trainer
 from grpo_core.contracts.records import Group, Prompt, Weights
 from grpo_core.data.loaders import IndexedLoader, LookAhead
 from grpo_core.data.samplers import PromptStream
@@ -58,15 +49,13 @@ from grpo_core.loop.pipeline import Pipeline, Save, Validate, Watch, Written
 from grpo_core.loop.retention import Retention
 from grpo_core.loop.timeline import Timeline, taken_down
 from grpo_core.loop.versions import Interval
-from grpo_core.models.files import chat_template
-from grpo_core.models.fitting import check_files
 from grpo_core.processes.aio import gather
 from grpo_core.processes.garbage import spare_the_collector
 from grpo_core.reporting.room import DiskRoom
 from grpo_core.reporting.trackers import Trackers, make_trackers
 from grpo_core.storage.planes import check_reader
 from grpo_core.storage.published import Published
-from grpo_core.storage.run_directory import RunDirectory, metrics_rows
+from grpo_core.storage.run_directory import metrics_rows
 from grpo_core.text.rendering import Renderer
 from grpo_core.validation.runner import DedicatedValidator, Validation, WeightsTrackingEngine
 
@@ -95,43 +84,6 @@ class Outcome:
     """Tasks whose dataloaders do not prove their position."""
 
 
-@define(kw_only=True, eq=False)
-class RunContext:
-    """The surroundings of a run: its directory, plugins, environments and trackers."""
-
-    start: Launch
-    trackers: Trackers
-    retention: Retention
-    placement: Placement = field(init=False)
-    tasks: Tasks = field(init=False)
-    """The environments, once they have started."""
-    stack: contextlib.AsyncExitStack = field(factory=contextlib.AsyncExitStack)
-    """Closes everything that was started."""
-    began: float = field(factory=time.monotonic)
-    """Start of the program, and of a time limit, on the clock of the event loop."""
-    after: list[Callable[[Event], None]] = field(factory=list)
-    """Called with each event after the trackers received it."""
-    warnings: list[tuple[str, str]] = field(factory=list)
-    """Causes and messages from the build of the run; emitted after its start."""
-    goal: dict[str, float] = field(factory=dict)
-    """Value of the metric in ``trainer.stop_when``, by name; saved in each checkpoint."""
-
-    @property
-    def directory(self) -> RunDirectory:
-        return self.start.directory
-
-    @property
-    def step(self) -> int:
-        """The step that the run continues from; 0 for a new run."""
-        return self.start.found.step if self.start.found else 0
-
-    def emit(self, event: Event) -> None:
-        """Send an event to all trackers."""
-        self.trackers.emit(event)
-        for receive in self.after:
-            receive(event)
-
-
 async def train(
     start: Launch, *, listeners: Mapping[str, Tracker] = MappingProxyType({}), stop: Stop | None = None
 ) -> Outcome:
@@ -149,25 +101,30 @@ async def train(
     start.directory.forget_end()
     resumed_from = start.found.step if start.found else None
     await asyncio.to_thread(
-        provenance.write, start.directory.path, start.config, start.host, resumed_from=resumed_from
+        provenance.write,
+        start.directory.path,
+        start.parts.config,
+        start.parts.plugins,
+        resumed_from=resumed_from,
     )
-    run = _with_trackers(start, listeners)
-    with interruptions(run.trackers.status, stop or Stop()) as interruptible:
-        return await _train(run, interruptible)
+    _make_trackers(start, listeners)
+    with interruptions(start.trackers.status, stop or Stop()) as interruptible:
+        return await _train(start, interruptible)
 
 
-async def _train(run: RunContext, interruptible: Callable[[Pipeline], None]) -> Outcome:
+async def _train(run: Launch, interruptible: Callable[[Pipeline], None]) -> Outcome:
     """Train with trackers that have started, and end them.
 
     Args:
         interruptible: is called with the pipeline.
     """
-    trackers, emit, over = run.trackers, run.trackers.emit, run.start.over
+    trackers, emit, over = run.trackers, run.trackers.emit, run.over
     timeline = Timeline(tell=trackers.stage)
     step = run.step
     try:
         async with run.stack as stack:
             stack.enter_context(reported_to(trackers.report))
+            stack.push_async_callback(run.parts.aclose)
             stack.enter_context(taken_down(timeline))
             timeline.stage("start")
             if over is None:
@@ -175,15 +132,17 @@ async def _train(run: RunContext, interruptible: Callable[[Pipeline], None]) -> 
                 interruptible(pipeline)
                 spare_the_collector()
                 reason, steps = await pipeline.run(), pipeline.buffer.num_steps
+                if run.parts.data_plane.remote:
+                    await trackers.flush()  # they still fetch tokens for files from the plane
                 step = pipeline.buffer.step
                 proved, unproved = pipeline.canaries.proved, pipeline.canaries.unproved
                 inexact = [name for name, loader in run.tasks.loaders.items() if not loader.exact]
             else:
                 reason, steps = over.reason, over.steps
                 proved, unproved, inexact = None, 0, []
-                config = run.start.config
-                config = evolve(config, trainer=evolve(config.trainer, steps=steps))
-                emit(_started(config, run, over.buffer))
+                config = run.parts.config
+                run.parts.config = evolve(config, trainer=evolve(config.trainer, steps=steps))
+                emit(_started(run, over.buffer))
     except BaseException as error:
         emit(timeline.extended(step))
         interrupted, last = isinstance(error, asyncio.CancelledError), max(step, trackers.step)
@@ -212,60 +171,53 @@ async def _train(run: RunContext, interruptible: Callable[[Pipeline], None]) -> 
     )
 
 
-def _with_trackers(start: Launch, listeners: Mapping[str, Tracker]) -> RunContext:
+def _make_trackers(run: Launch, listeners: Mapping[str, Tracker]) -> None:
     """Start the trackers of the run itself, of the configuration, and the listeners."""
-    config, directory, resume = start.config, start.directory, start.found
+    config, directory, resume = run.parts.config, run.directory, run.found
     kept = config.checkpoint
     steps = sys.maxsize if config.trainer.epochs else config.trainer.steps
     best = kept.best.removeprefix("-")
     measured = Interval(interval_of(best, config, "checkpoint.best")[1]) if best else Interval()
-    retention = Retention(
+    run.retention = Retention(
         directory.checkpoints,
         every=kept.keep_every,
         best=kept.best,
         keep_best=kept.keep_best,
         due=partial(measured.due, last=steps),
-        step=resume.step if resume else 0,
+        step=run.step,
     )
-    trackers = Trackers()
+    trackers = run.trackers = Trackers()
     room = DiskRoom(directory.path, steps, trackers.emit)
     own: dict[str, Tracker] = {"room on the disk": room}
     if kept.best:
-        own["retention of checkpoints"] = retention
+        own["retention of checkpoints"] = run.retention
     info = directory.info(config, *((resume.step, checkpoint.measured(resume)) if resume else (None,)))
-    made = make_trackers(config, start.host, partial(trackers.info, info))
+    made = make_trackers(config, run.parts.plugins, partial(trackers.info, info))
     trackers.add({**own, **made, **listeners}, checkpoint.read_trackers(resume.directory) if resume else {})
-    return RunContext(
-        start=start,
-        trackers=trackers,
-        retention=retention,
-        warnings=list(start.warnings),
-    )
 
 
-async def _start(run: RunContext) -> Pipeline:
+async def _start(run: Launch) -> Pipeline:
     """Start every part of a run, and notify the trackers of its start."""
-    parts, directory = Parts(run.start.config, run.start.host), run.directory
-    run.placement = parts.placement()
+    parts, directory = run.parts, run.directory
     run.trackers.status("starting the environments")
+    importing = asyncio.create_task(asyncio.to_thread(_import_what_is_needed_soon))
     around = Tasks.start(
-        parts.config,
-        run.start.host,
-        run.placement,
+        parts,
         sets=parts.config.validation.due_sets,
         logs=directory.logs,
-        ranks=0 if parts.trainer_here else parts.ranks,
-        tries=run.start.found is None,  # the rows of a resumed run are proved
+        tries=run.found is None,  # the rows of a resumed run are proved
     )
     try:
         run.tasks = await run.stack.enter_async_context(around)
+        run.stack.push_async_callback(parts.aclose)  # while the placement is connected
+        await importing
         for remark in filter(None, (each.remark for each in run.tasks.environments.values())):
             run.trackers.status(remark)
-        config, pipeline = await build_pipeline(parts.config, run)
+        pipeline = await build_pipeline(run)
     except BaseException:
         directory.take_back_config()  # a resumed run drops changes that prevent its start
         raise
-    run.emit(_started(config, run, pipeline.buffer.statistics()))
+    run.emit(_started(run, pipeline.buffer.statistics()))
     run.after.append(await asyncio.to_thread(warn_of_falls, run))
     for cause, message in run.warnings:
         run.emit(WarningRaised(step=run.step, cause=cause, message=message))
@@ -273,15 +225,15 @@ async def _start(run: RunContext) -> Pipeline:
         loader.warn = lambda cause, message: run.emit(
             WarningRaised(step=pipeline.buffer.step, cause=cause, message=message)
         )
-    for reason in run.start.found.passed_over if run.start.found else ():
+    for reason in run.found.passed_over if run.found else ():
         report("passed_over", "checkpoints", f"passed over {reason}")
     return pipeline
 
 
-def warn_of_falls(run: RunContext) -> Callable[[Event], None]:
+def warn_of_falls(run: Launch) -> Callable[[Event], None]:
     """Return a receiver of events that warns if held-out prompts get worse and training prompts do not."""
     trend = Trend()
-    if run.start.found is not None:
+    if run.found is not None:
         for row in metrics_rows(run.directory.path / "metrics.jsonl"):
             trend.observe(row["step"], {name: each for name, each in row.items() if each is not None})
 
@@ -298,25 +250,22 @@ def warn_of_falls(run: RunContext) -> Callable[[Event], None]:
     return receive
 
 
-def _started(config: Config, context: RunContext, buffer: BufferStatistics) -> RunStarted:
+def _started(context: Launch, buffer: BufferStatistics) -> RunStarted:
     return RunStarted(
         step=context.step,
         directory=str(context.directory.path),
-        config=as_table(config),
-        resumed=context.start.found is not None,
+        config=as_table(context.parts.config),
+        resumed=context.found is not None,
         buffer=asdict(buffer),
-        manifest=checkpoint.manifest_digest(context.start.found.directory) if context.start.found else "",
-        measured=checkpoint.measured(context.start.found) if context.start.found else -1,
+        manifest=checkpoint.manifest_digest(context.found.directory) if context.found else "",
+        measured=checkpoint.measured(context.found) if context.found else -1,
     )
 
 
-async def build_pipeline(config: Config, run: RunContext) -> tuple[Config, Pipeline]:
-    """Start the other parts of a run after its environments, and make its pipeline.
-
-    Also returns the configuration with the number of steps.
-    """
-    parts, tasks = Parts(config, run.start.host), run.tasks
-    devices = await asyncio.to_thread(run.placement.devices, parts.trainer_here, parts.engines(), parts.ranks)
+async def build_pipeline(run: Launch) -> Pipeline:
+    """Start the other parts of a run after its environments, and make its pipeline."""
+    parts, tasks, config = run.parts, run.tasks, run.parts.config
+    devices = await asyncio.to_thread(parts.placement.devices, parts.trainer_here, parts.engines, parts.ranks)
     if devices.told:
         run.trackers.status(devices.told)
     chosen = config.validation
@@ -325,14 +274,15 @@ async def build_pipeline(config: Config, run: RunContext) -> tuple[Config, Pipel
         held_out=await tasks.held_out(chosen, chosen.due_sets, tasks=bool(chosen.every)),
     )
     run.warnings += [note for data in tasks.data.values() for note in data.notes.items()]
-    check_loaders(config, tasks.loaders, parts.sampler())
+    check_loaders(config, tasks.loaders, parts.sampler)
     at_hand = {name: part for name, part in found.prompts.items() if name not in tasks.loaders}
     await judge_one_reply(tasks.environments, at_hand)
-    plane = await _data_plane(parts, run)
-    model = await _start_model(parts, run, found)
+    await parts.data_plane.started()
+    check_reader(parts.data_plane, config.data_plane.name)
+    model = await _start_model(run, found)
     teacher = config.teacher.path and await fetched(config.teacher.path, run.trackers.status)
     if config.rollout.max_tokens == 0:
-        config = with_max_tokens(config, model.max_tokens)
+        parts.config = config = with_max_tokens(config, model.max_tokens)
         run.directory.complete_config(config)
     check_lengths(config.rollout, model.positions)
 
@@ -351,35 +301,31 @@ async def build_pipeline(config: Config, run: RunContext) -> tuple[Config, Pipel
     if has_tokenizer(config, model) if config.rollout.max_prompt_tokens else model.prepare is None:
         renderer, found = await load_renderer()
     sizes = {name: tasks.size(name, part) for name, part in found.prompts.items()}
-    config = with_steps(config, sizes)
-    parts = Parts(config, run.start.host)
-    trainer = _trainer(parts, run, model, teacher, devices)
+    parts.config = config = with_steps(config, sizes)
+    trainer = _trainer(run, model, teacher, devices)
     engines: dict[str, Any] = {}
-    for key, section in parts.engines().items():
+    for key, section in parts.engines.items():
         trains = key == "engine"
         logs = run.directory.logs if trains else run.directory.logs / "validation"
         logs.mkdir(exist_ok=True)
         colocated = config.pipeline.max_staleness > 0 or not trains
         setup = parts.engine_setup(section, model.path, logs=logs, colocated=colocated)
         setup = evolve(setup, shares_gpu=key in devices.shared)
-        engines[key] = parts.engine(section, setup, run.placement, devices.engines.get(key, ()))
-        run.stack.push_async_callback(engines[key].aclose)
-    await asyncio.to_thread(_import_what_is_needed_soon)
-    await trainer.started()  # after the imports: a trainer in a thread may import the same modules
+        engines[key] = parts.engine(section, setup, devices.engines.get(key, ()))
+    starting = [each.started() for each in engines.values() if hasattr(each, "started")]
+    await gather([trainer.started(), *starting])
     if renderer is None:
         renderer, found = await load_renderer()
-    pipeline = await _pipeline(parts, run, found, renderer, trainer, plane, engines, Path(model.path))
+    pipeline = await _pipeline(run, found, renderer, trainer, engines, Path(model.path))
     pipeline.resting = [engines[key] for key in sorted(devices.shared) if hasattr(engines[key], "rest")]
-    return config, pipeline
+    return pipeline
 
 
 async def _pipeline(
-    parts: Parts,
-    run: RunContext,
+    run: Launch,
     found: RunPrompts,
     renderer: Renderer,
     trainer: Trainer,
-    plane: DataPlane,
     engines: Mapping[str, Engine],
     start: Path,
 ) -> Pipeline:
@@ -387,7 +333,7 @@ async def _pipeline(
 
     ``start`` is the directory of the model that the run starts from.
     """
-    config, prompts, held_out = parts.config, found.prompts, found.held_out
+    parts, config, prompts, held_out = run.parts, run.parts.config, found.prompts, found.held_out
     environments = run.tasks.environments
     found_odd = await first_look(config.rollout, environments, prompts, renderer, held_out)
     found_odd |= await asyncio.to_thread(leaks, prompts, held_out)
@@ -396,37 +342,51 @@ async def _pipeline(
             found_odd["off_policy"] = remark.message
         else:
             run.trackers.status(remark.message)
-    if run.start.found is not None and (changed := changed_schedule(run.start.found, config.trainer)):
+    if run.found is not None and (changed := changed_schedule(run.found, config.trainer)):
         found_odd["schedule"] = changed
     run.warnings += found_odd.items()
-    buffer, loaders, places = parts.buffer(), _loaders(config, run.tasks, prompts), parts.places()
-    for loader in run.tasks.loaders.values():
+    buffer, places, ahead = parts.buffer(), parts.places(), run.tasks.loaders
+    for loader in ahead.values():
         loader.status = run.trackers.status
         loader.slots = (config.pipeline.max_staleness + 1) * config.trainer.prompts_per_step
-    stream = PromptStream(sampler=parts.sampler(), loaders=loaders, name=config.sampler.name)
+    loaders: Loaders = {
+        name: ahead[name] if name in ahead else IndexedLoader(name, part, seed=config.seed)
+        for name, part in prompts.items()
+    }
+    stream = PromptStream(sampler=parts.sampler, loaders=loaders, name=config.sampler.name)
     _restore(run, checkpoint.restore, buffer, loaders, stream)
-    if run.start.found is not None:  # a dataloader that does not give its rows again is an error now
+    if run.found is not None:  # a dataloader that does not give its rows again is an error now
         with wrong_input():
             await gather(loader.first(1) for loader in loaders.values())
-    engine = WeightsTrackingEngine(engines["engine"], partial(_check_held, parts, run, engines["engine"]))
+    engine = WeightsTrackingEngine(engines["engine"], partial(_check_held, run, engines["engine"]))
     own = engines.get("validation.engine")
     validation = parts.validation(
         held_out, own or engine, renderer, places, emit=run.emit, last=config.trainer.steps
     )
     _restore(run, checkpoint.restore_validation, validation)
-    if run.start.found is not None:
-        validation.measured = checkpoint.measured(run.start.found)
+    if run.found is not None:
+        validation.measured = checkpoint.measured(run.found)
     validate: Validate = validation
     watch: list[Watch] = [trainer.watch, run.trackers.watch]
     if own is not None:
-        validate = _dedicated(parts, run, validation, own, engine)
+        section = parts.engines["validation.engine"]
+        validate = DedicatedValidator(
+            measure=validation,
+            engine=own,
+            trained=engine,
+            emit=run.emit,
+            last=config.trainer.steps,
+            pauses=config.validation.pause,
+            deadline=SYNC_ATTEMPTS * section.deadline + SYNC_GRACE,
+            canary_tolerance=parts.canary_tolerance(section),
+        )
         watch.append(validate.watch)
     pipeline = Pipeline(
         buffer=buffer,
         prompts=stream,
         engine=engine,
         playing=evolve(parts.playing(environments, renderer), places=places),
-        plane=plane,
+        plane=parts.data_plane,
         learning=parts.learning(),
         trainer=trainer,
         checks=evolve(parts.checks(environments, prompts, renderer), watch=watch),
@@ -441,7 +401,7 @@ async def _pipeline(
         },
         validate=validate,
         validate_first=validation.measured < run.step,
-        save=_save(parts, run, trainer, buffer, loaders, stream, validation, engine, start),
+        save=_save(run, trainer, buffer, loaders, stream, validation, engine, start),
     )
     run.trackers.on_stop(partial(pipeline.stop, at_leisure=True))
     if config.trainer.stop_when:
@@ -449,10 +409,10 @@ async def _pipeline(
     return pipeline
 
 
-def _restore(run: RunContext, restore: Callable[..., Iterable[str]], *parts: Any) -> None:
+def _restore(run: Launch, restore: Callable[..., Iterable[str]], *parts: Any) -> None:
     """Restore parts from the checkpoint of a resumed run, and report what was not restored."""
-    if run.start.found:
-        for note in restore(run.start.found.directory, *parts):
+    if run.found:
+        for note in restore(run.found.directory, *parts):
             run.trackers.status(f"resuming: {note}")
 
 
@@ -483,66 +443,45 @@ def stop_at(goal: Goal, pipeline: Pipeline, seen: dict[str, float]) -> Callable[
 # ---------------------------------------------------------------------------------- parts that start
 
 
-async def _data_plane(parts: Parts, run: RunContext) -> DataPlane:
-    plane = parts.data_plane(run.placement)
-
-    async def close(kind: object, error: BaseException | None, traceback: object) -> None:
-        try:
-            if plane.remote and error is None:
-                await run.trackers.flush()  # trackers still fetch tokens for files from the plane
-        finally:
-            await plane.aclose()
-
-    run.stack.push_async_exit(close)
-    await plane.started()
-    check_reader(plane, parts.config.data_plane.name)
-    return plane
-
-
-async def _start_model(parts: Parts, run: RunContext, found: RunPrompts) -> StartModel:
+async def _start_model(run: Launch, found: RunPrompts) -> StartModel:
     """Return the model that the run starts from; make it if necessary."""
 
     async def prompts() -> Mapping[str, Sequence[Prompt]]:
         return found.prompts
 
-    config = parts.config
-    start = await model_source(config.model, run.start.host).start_model(
+    start = await run.parts.model.start_model(
         ModelRequest(
             directory=run.directory.model,
             prompts=prompts,
             environments=run.tasks.environments,
-            seed=config.seed,
+            seed=run.parts.config.seed,
             status=run.trackers.status,
         )
     )
     if start.prepare is None:  # it may have just been downloaded
-        path, template = Path(start.path), chat_template(config.model.chat_template)
-        odd = await asyncio.to_thread(check_files, path, template)
+        odd = await asyncio.to_thread(run.parts.odd_files, Path(start.path))
         run.warnings += [("model", each) for each in odd]
     return start
 
 
-def _trainer(parts: Parts, run: RunContext, model: StartModel, teacher: str, devices: Devices) -> Trainer:
-    """Start the trainer, which makes the model if necessary."""
+def _trainer(run: Launch, model: StartModel, teacher: str, devices: Devices) -> Trainer:
+    """Make the trainer, which makes the model if necessary."""
     run.trackers.status(model.doing)
     setup = evolve(
-        parts.trainer_setup(model.path, teacher),
+        run.parts.trainer_setup(model.path, teacher),
         prepare=model.prepare,
-        resume_from=str(run.start.found.directory) if run.start.found else None,
-        transport=parts.transport(run.placement),
+        resume_from=str(run.found.directory) if run.found else None,
+        transport=run.parts.transport,
         env_vars=devices.trainer,
         shares_gpu=bool(devices.shared),
         profile=str(run.directory.profile),
         log=str(run.directory.logs / "trainer.log"),
     )
-    chosen = parts.config.trainer
-    trainer: Trainer = run.start.host.make("trainer", chosen.name, setup, **chosen.options)
-    run.stack.push_async_callback(trainer.aclose)
-    return trainer
+    return run.parts.trainer(setup)
 
 
 def _import_what_is_needed_soon() -> None:
-    """Import a slow module while the trainer starts."""
+    """Import a slow module while the environments start; a trainer in a thread may import it, too."""
     with contextlib.suppress(ImportError):  # transformers 4 has other modules; this only saves time
         importlib.import_module("transformers.tokenization_utils_tokenizers")
 
@@ -550,39 +489,12 @@ def _import_what_is_needed_soon() -> None:
 # ---------------------------------------------------------------------------------- parts of the loop
 
 
-def _loaders(config: Config, tasks: Tasks, prompts: Mapping[str, Sequence[Prompt]]) -> Loaders:
-    ahead = tasks.loaders
-    return {
-        name: ahead[name] if name in ahead else IndexedLoader(name, part, seed=config.seed)
-        for name, part in prompts.items()
-    }
-
-
-def _dedicated(
-    parts: Parts, run: RunContext, measure: Validation, own: Engine, trained: WeightsTrackingEngine
-) -> DedicatedValidator:
-    """Make the validator that has its own engine."""
-    validation = parts.config.validation
-    section = validation.engine
-    assert section is not None
-    return DedicatedValidator(
-        measure=measure,
-        engine=own,
-        trained=trained,
-        emit=run.emit,
-        last=parts.config.trainer.steps,
-        pauses=validation.pause,
-        deadline=SYNC_ATTEMPTS * section.deadline + SYNC_GRACE,
-        canary_tolerance=parts.canary_tolerance(section),
-    )
-
-
-def _check_held(parts: Parts, run: RunContext, engine: Engine, weights: Weights) -> None:
+def _check_held(run: Launch, engine: Engine, weights: Weights) -> None:
     """Raise ConfigError if the engine of a resumed run holds other weights than before."""
-    if (found := run.start.found) is None:
+    if (found := run.found) is None:
         return
     try:
-        now = parts.published(engine, weights, weights.version)
+        now = run.parts.published(engine, weights, weights.version)
         check_held(run.directory.path, Published.read(found.directory / "trainer"), now)
     except BaseException:
         run.directory.take_back_config()
@@ -590,8 +502,7 @@ def _check_held(parts: Parts, run: RunContext, engine: Engine, weights: Weights)
 
 
 def _save(
-    parts: Parts,
-    run: RunContext,
+    run: Launch,
     trainer: Trainer,
     buffer: Buffer[Prompt, Group],
     loaders: Loaders,
@@ -601,7 +512,8 @@ def _save(
     start: Path,
 ) -> Save:
     """Return the function that writes a checkpoint."""
-    config, found, process = parts.config, run.start.found, identity(parts.config, start)
+    parts, found = run.parts, run.found
+    config, process = parts.config, identity(parts.config, start)
     before = None if found is None else Published.read(found.directory / "trainer")
 
     async def save(step: int, failure: Failure | None) -> Written:

@@ -1,31 +1,47 @@
-"""Prepares a run: builds and checks its configuration, and makes or opens its directory."""
+"""Prepares a run: builds and checks its configuration, makes or opens its directory, and resumes it."""
 
 from __future__ import annotations
 
 import functools
+import json
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from datetime import datetime
+from math import isclose
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve
+from attrs import define, evolve, field, frozen
 
-from grpo_core.app import preflight
-from grpo_core.app import resume as continuing
-from grpo_core.app.model_sources import model_source
-from grpo_core.app.parts import Parts
+from grpo_core._version import __version__
+from grpo_core.app.make import make, preflight
+from grpo_core.app.model_sources import EvalTarget, check_start, start_digest, without_overridden
+from grpo_core.app.parts import Parts, engine_dtype, intervals
 from grpo_core.app.paths import with_absolute_paths
-from grpo_core.app.resume import Launch
-from grpo_core.app.target import EvalTarget, without_overridden
-from grpo_core.config import Config, build, merge, replace_parts
-from grpo_core.contracts.errors import ConfigError, wrong_input
-from grpo_core.models.files import chat_template, directory_here
-from grpo_core.models.fitting import check_files
-from grpo_core.plugins.configured import configured
+from grpo_core.app.provenance import file_hashes
+from grpo_core.app.tasks import Tasks
+from grpo_core.config import Config, TrainerConfig, as_table, build, merge, replace_parts
+from grpo_core.contracts.errors import ConfigError, shortened, wrong_input
+from grpo_core.contracts.events import Event
+from grpo_core.data.samplers import load_plugin_state
+from grpo_core.loop import checkpoint
+from grpo_core.loop.buffer import BufferStatistics
+from grpo_core.loop.checkpoint import SavedRun
+from grpo_core.loop.endings import GOAL_REACHED, Goal
+from grpo_core.loop.retention import Retention
+from grpo_core.loop.schedule import KEYS as SCHEDULE
+from grpo_core.loop.schedule import rate
+from grpo_core.models.files import directory_here, published_dtype
+from grpo_core.plugins.configured import configured, model_section
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
 from grpo_core.processes import secrets
-from grpo_core.storage.run_directory import RunDirectory
+from grpo_core.reporting.trackers import Trackers
+from grpo_core.storage.published import Published
+from grpo_core.storage.run_directory import RunDirectory, lost
 
 RUNS = Path("runs")
 """The default parent directory of runs."""
@@ -40,21 +56,25 @@ def new_run(
     offers: Offers = NO_OFFERS,
 ) -> Launch:
     """Prepare a new run.  The arguments are those of ``configure``.  Raises GrpoError for wrong input."""
-    config, host = configure(layers, changes, block, offers)
-    warnings = _checked(config, host)
-    config = with_absolute_paths(config, host)
-    if output is None:
-        output = unused(RUNS / ("+".join(config.tasks) + datetime.now().strftime("-%Y%m%d-%H%M%S")))
-    directory = RunDirectory.create(output, config)
-    opening = _opening(config, host)
-    return Launch(config=config, host=host, directory=directory, warnings=warnings, notes=(opening,))
+    parts = make(*configure(layers, changes, block, offers))
+    try:
+        warnings = _checked(parts)
+        parts.config = config = with_absolute_paths(parts.config, parts.plugins)
+        if output is None:
+            output = unused(RUNS / ("+".join(config.tasks) + datetime.now().strftime("-%Y%m%d-%H%M%S")))
+        directory = RunDirectory.create(output, config)
+    except BaseException:
+        parts.close()
+        raise
+    return Launch(parts=parts, directory=directory, warnings=warnings, notes=(_opening(parts),))
 
 
-def _opening(config: Config, host: PluginHost) -> str:
+def _opening(parts: Parts) -> str:
     """Return the first line of a new run: what it trains, on what, and about how long."""
+    config = parts.config
     chosen, model = config.trainer, config.model.path
     length = f"{chosen.epochs:g} epochs" if chosen.epochs else f"{chosen.steps} steps"
-    about = getattr(model_source(config.model, host), "about", lambda steps: "") if model else None
+    about = getattr(parts.model, "about", lambda steps: "") if model else None
     told = about and about(0 if chosen.epochs else chosen.steps)
     tasks = ", ".join(task.env for task in config.tasks.values())
     return f"training {model or config.engine.name} on {tasks}, {length}" + (f": {told}" if told else "")
@@ -65,12 +85,15 @@ def continued(
 ) -> Launch:
     """Prepare to continue a run with some changes.  Raises GrpoError for wrong input."""
     with wrong_input():
-        resumed = continuing.find(path, changes, block, offers)
+        resumed = find(path, changes, block, offers)
     try:
         if resumed.over is None:  # otherwise no part starts
-            resumed = evolve(resumed, warnings=_checked(resumed.config, resumed.host))
-        continuing.begin(resumed)
+            if resumed.found is not None:
+                check_states(resumed.found.directory, resumed.parts)
+            resumed.warnings = _checked(resumed.parts)
+        begin(resumed)
     except BaseException:
+        resumed.parts.close()
         resumed.directory.unlock()
         raise
     return resumed
@@ -94,8 +117,8 @@ def configure(
     secrets.learn(given)
     config, host = configured([given], block, offers)
     with wrong_input():
-        hosted = Parts(config, host).text_engine(trains=False)  # without a model it has no preset
-    preset = {} if hosted else model_source(config.model, host).preset
+        parts = Parts(config, host, trains=False)
+        preset = {} if parts.text_engine else parts.model.preset
     return (build([replace_parts(preset, given), given], host.sections) if preset else config), host
 
 
@@ -107,8 +130,8 @@ def configure_target(
     *,
     tasks: bool,
     below: Sequence[Mapping[str, Any]] = (),
-) -> tuple[Config, PluginHost]:
-    """Build and check the configuration to play a target: its own, with changes.
+) -> Parts:
+    """Make the parts to play a target, whose configuration is its own with changes.
 
     Args:
         tasks: whether the changes define tasks.
@@ -117,32 +140,24 @@ def configure_target(
     The other arguments are those of ``configure``.  Raises GrpoError for wrong input.
     """
     own = without_overridden(found.table, changes, tasks=tasks)
-    config, host = configure([*below, own], changes, block, offers)
-    check_config(config, host, trains=False)
-    return config, host
+    return make(*configure([*below, own], changes, block, offers), trains=False)
 
 
-def _checked(config: Config, host: PluginHost) -> list[tuple[str, str]]:
-    """Check a configuration before a run starts; return causes and messages of the plugins' warnings."""
-    check_config(config, host)
-    check_model(config, host)
+def _checked(parts: Parts) -> list[tuple[str, str]]:
+    """Check the model's files; return causes and messages of the plugins' warnings."""
+    check_model(parts)
     with wrong_input():
-        return preflight.checks_of_plugins(config, host)
+        return preflight(parts)
 
 
-def check_config(config: Config, host: PluginHost, *, trains: bool = True) -> None:
-    """Check the parts that the configuration names; errors are input errors."""
-    with wrong_input():
-        preflight.check(config, host, trains=trains)
-
-
-def check_model(config: Config, host: PluginHost) -> list[str]:
+def check_model(parts: Parts) -> list[str]:
     """Return warnings about the files of a local model.
 
     Raises ModelError if they contradict each other.
     """
-    directory = None if host.offers("model", config.model.path) else directory_here(config.model.path)
-    return [] if directory is None else check_files(directory, chat_template(config.model.chat_template))
+    path = parts.config.model.path
+    directory = None if parts.plugins.offers("model", path) else directory_here(path)
+    return [] if directory is None else parts.odd_files(directory)
 
 
 def tasks_of(envs: Sequence[str]) -> dict[str, Any]:
@@ -177,3 +192,396 @@ def new_directory(path: Path) -> Path:
     except OSError as error:
         raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error
     return path
+
+
+FIXED = (
+    "seed",
+    "trainer.prompts_per_step",
+    "rollout.group_size",
+    "rollout.max_prompt_tokens",
+    "model.path",
+    "model.options",
+    "optimizer.name",
+)
+"""Keys that keep their values in all starts of a run with a checkpoint."""
+ENDS = ("trainer.steps", "trainer.epochs", "trainer.stop_when")
+"""Keys that say when a run ends."""
+LONGEST_NOTE = 300
+"""Largest number of characters of an error in a note."""
+
+
+@frozen(kw_only=True)
+class Over:
+    """The end of a run that has nothing left to train."""
+
+    reason: str
+    """As in ``RunEnded``."""
+    steps: int
+    """Number of steps of the whole run."""
+    buffer: BufferStatistics
+    """The buffer in the checkpoint."""
+    told: str
+    """Message to the user."""
+    complete: bool
+    """Whether the run ended completely."""
+
+
+@define(kw_only=True, eq=False)
+class Launch:
+    """A run that starts or resumes; its directory is locked."""
+
+    parts: Parts
+    directory: RunDirectory
+    before: Config | None = None
+    """Configuration of the previous start; None for a new run."""
+    found: checkpoint.Found | None = None
+    """The checkpoint to resume from."""
+    over: Over | None = None
+    """Set if nothing is left to train."""
+    notes: tuple[str, ...] = ()
+    """Messages to the user: where the run continues, and what changed."""
+    warnings: list[tuple[str, str]] = field(factory=list)
+    """Causes and messages from ``grpo_preflight`` and from the start; emitted after it."""
+    trackers: Trackers = field(init=False)
+    retention: Retention = field(init=False)
+    tasks: Tasks = field(init=False)
+    """The environments, once they have started."""
+    stack: AsyncExitStack = field(init=False, factory=AsyncExitStack)
+    """Closes everything that was started."""
+    began: float = field(init=False, factory=time.monotonic)
+    """Start of the program, and of a time limit, on the clock of the event loop."""
+    after: list[Callable[[Event], None]] = field(init=False, factory=list)
+    """Called with each event after the trackers received it."""
+    goal: dict[str, float] = field(init=False, factory=dict)
+    """Value of the metric in ``trainer.stop_when``, by name; saved in each checkpoint."""
+
+    @property
+    def step(self) -> int:
+        """The step that the run continues from; 0 for a new run."""
+        return self.found.step if self.found else 0
+
+    def emit(self, event: Event) -> None:
+        """Send an event to all trackers."""
+        self.trackers.emit(event)
+        for receive in self.after:
+            receive(event)
+
+    def again(self, block: Sequence[str]) -> str:
+        """Return the command that continues the run."""
+        command = shlex.join(["grpo-core", "train", "--resume", str(self.directory.path)])
+        return command + "".join(f" --no-plugin {shlex.quote(name)}" for name in block)
+
+
+def find(path: Path, changes: Mapping[str, Any], block: Sequence[str], offers: Offers = NO_OFFERS) -> Launch:
+    """Open a run to resume it, and lock its directory; change nothing.
+
+    ``offers`` are objects of the calling program.
+
+    Raises ConfigError if another process uses the run or a change is not allowed, and CheckpointError if no
+    checkpoint is usable.
+    """
+    directory, before = RunDirectory.open(path, block)
+    directory.lock()
+    try:
+        return _found(path, directory, before, changes, block, offers)
+    except BaseException:
+        directory.unlock()  # a stored error would keep the lock
+        raise
+
+
+def _found(
+    path: Path,
+    directory: RunDirectory,
+    before: Config,
+    changes: Mapping[str, Any],
+    block: Sequence[str],
+    offers: Offers,
+) -> Launch:
+    secrets.learn(merge(as_table(before), changes))
+    config, host = configured([replace_parts(as_table(before), changes), changes], block, offers)
+    found = checkpoint.newest(directory.checkpoints)
+    over = None if found is None else _over(path, found, config, directory)
+    finished = None
+    if over is not None and over.complete:
+        finished = Launch(
+            parts=Parts(before, host), directory=directory, found=found, over=over, notes=(over.told,)
+        )
+    if finished is not None and not changes:
+        return finished
+    config = with_absolute_paths(config, host)
+    edits = list(differences(as_table(before), as_table(config)))
+    notes = [f"{key}: {shown(old)} -> {shown(_given(changes, key, new))}" for key, old, new in edits]
+    if found is None:
+        notes.append(f"{path} has no checkpoint yet: starting from the beginning")
+    else:
+        with checkpoint.reading(found.directory):
+            state = checkpoint.read_pipeline(found.directory)
+            saved = state.get("run", SavedRun())
+            fixed = {**_fixed(with_absolute_paths(before, host)), **saved.get("fixed", {})}
+            for key in {**fixed, **_fixed(config)}:
+                now = _value(config, key)
+                if fixed.get(key) != now:
+                    raise ConfigError(
+                        f"{path}: {key} is {shown(fixed.get(key))} in its checkpoint and {shown(now)} now; "
+                        "it cannot change within a run: keep it, or start a new run"
+                    )
+            if finished is not None:
+                _check_nothing_is_ignored(edits, finished.notes[0])
+                return finished
+            _check_start(directory, saved.get("start", ""), config, host)
+            _check_dtype(path, Published.read(found.directory / "trainer"), before, config)
+            _check_staleness(path, state["buffer"]["ready"], config.pipeline.max_staleness)
+            notes += _warnings(path, saved, config)
+            if failure := state.get("failure"):
+                error = shortened(" ".join(failure["error"].split()), LONGEST_NOTE)
+                proved = f"the engine's weights up to version {failure['proved']}"
+                proved = "no weight sync" if failure["proved"] is None else proved
+                notes.append(
+                    f"the run ended after step {found.step} by an error: {error} (the canary had proved "
+                    f"{proved})"
+                )
+        if over is None:
+            notes += _consequences(before, config, changes)
+            steps, seconds = directory.work_after(found.step)
+            again = f"; {lost(steps, seconds)}, and trained again" if steps else ""
+            notes.append(f"continuing {path} after step {found.step}{again}")
+        else:
+            notes += [over.told, "writing what its trackers write at the end, such as its page"]
+    return Launch(
+        parts=Parts(config, host) if over is not None else make(config, host),
+        directory=directory,
+        before=before,
+        found=found,
+        over=over,
+        notes=tuple(notes),
+    )
+
+
+def _check_nothing_is_ignored(edits: Iterable[tuple[str, Any, Any]], told: str) -> None:
+    """Raise ConfigError for changes of a run that has nothing left to train."""
+    for key, old, new in edits:
+        if key not in ENDS and not key.startswith("tracking."):
+            raise ConfigError(
+                f"{told}, or leave out {key} = {shown(new)}, which was {shown(old)}: nothing is left to "
+                "train with it"
+            )
+
+
+def _over(path: Path, found: checkpoint.Found, config: Config, directory: RunDirectory) -> Over | None:
+    """Return the end of a run if nothing is left to train and validate after its checkpoint."""
+    with checkpoint.reading(found.directory):
+        state = checkpoint.read_pipeline(found.directory)
+        saved = state.get("run", SavedRun()).get("schedule", {})
+        planned, epochs = saved.get("steps", found.step), saved.get("epochs", 0.0)
+        buffer = checkpoint.statistics(state["buffer"], config.trainer.prompts_per_step)
+        measured, goals = state.get("measured", found.step), state.get("goal", {})
+        failed = "failure" in state
+    chosen = config.trainer
+    if chosen.epochs and chosen.epochs != epochs:
+        steps = sys.maxsize  # known once the environments have started and their prompts are counted
+    else:
+        steps = planned if chosen.epochs else chosen.steps
+    last = found.step == planned == steps
+    due = any(each.due(found.step, last=steps) for each in intervals(config.validation))
+    if last and (failed or (due and measured < found.step)):  # failed: perhaps before the last weight sync
+        return None
+    if found.step >= steps:
+        reason, did = "finished", f"{'all of its ' if found.step == steps else ''}{found.step} steps"
+        message = f"finished {did}; for more, add --set trainer.steps={2 * found.step}"
+    elif (goal := chosen.stop_when) and Goal.parse(goal).reached(goals):
+        (value,) = goals.values()
+        reason, last = GOAL_REACHED, True
+        message = (
+            f"reached its goal {goal} with {value:.6g} before step {found.step + 1}; for more steps, change "
+            "the goal, or add --set trainer.stop_when='' to train without one"
+        )
+    else:
+        return None
+    return Over(
+        reason=reason,
+        steps=steps,
+        buffer=buffer,
+        told=f"{path}: {message}",
+        complete=not last or directory.has_ended(reason, found.step),
+    )
+
+
+def begin(resumed: Launch) -> None:
+    """Write the configuration if it has changed."""
+    if resumed.before not in (None, resumed.parts.config):
+        resumed.directory.replace_config(resumed.parts.config)
+        if resumed.found is None:
+            resumed.directory.remove_model()  # it was made for the previous configuration
+
+
+def identity(config: Config, start: Path) -> dict[str, Any]:
+    """Return the values that later starts of the run compare; each checkpoint contains them.
+
+    ``start`` is the directory of the model that the run started from.
+    """
+    return {
+        "grpo_core": __version__,
+        "fixed": _fixed(config),
+        "schedule": _schedule(config.trainer),
+        "start": start_digest(start),
+        "teacher": _teacher_digest(config),
+        "files": file_hashes(config),
+    }
+
+
+def changed_schedule(found: checkpoint.Found, trainer: TrainerConfig) -> str:
+    """Return a message if the resume changes the learning rates of later steps, or "".
+
+    Args:
+        trainer: the section with the number of steps, which may depend on the number of prompts.
+    """
+    with checkpoint.reading(found.directory):
+        saved = checkpoint.read_pipeline(found.directory).get("run", SavedRun()).get("schedule", {})
+        before, step = evolve(trainer, **saved), found.step
+        later = range(step, max(before.steps, trainer.steps)) if before != trainer else ()
+        if all(isclose(rate(before, each), rate(trainer, each)) for each in later):
+            return ""
+        last, old, new = rate(before, step - 1), rate(before, step), rate(trainer, step)
+    keys = [
+        f"trainer.{key}: {shown(a)} -> {shown(b)}" for key, a, b in differences(saved, _schedule(trainer))
+    ]
+    return (
+        f"the schedule of the learning rate has changed ({', '.join(keys)}): step {step + 1} has {new:.3g} "
+        f"instead of {old:.3g}; step {step} had {last:.3g}"
+    )
+
+
+def _schedule(trainer: TrainerConfig) -> dict[str, Any]:
+    return {key: getattr(trainer, key) for key in SCHEDULE}
+
+
+def _fixed(config: Config) -> dict[str, Any]:
+    section = model_section(config)
+    return {key: _value(config, key) for key in (*FIXED, *(section.fixed if section else ()))}
+
+
+def _check_start(run: RunDirectory, before: str, config: Config, host: PluginHost) -> None:
+    """Reject other base weights under adapters, or as the reference of a loss."""
+    if model_section(config) is not None:
+        why = "to which its adapters belong"
+    elif "reference" in Parts(config, host).needs and not config.trainer.reference_every:
+        why = "with which its loss compares the policy"
+    else:
+        return
+    made = (run.model / "config.json").exists()
+    check_start(run.path, before, run.model if made else directory_here(config.model.path), why)
+
+
+def _check_dtype(path: Path, held: Published | None, before: Config, config: Config) -> None:
+    """Reject changes by which weights would get another dtype; what "auto" means is known later."""
+    was, now = ((each.model.dtype, engine_dtype(each.engine)) for each in (before, config))
+    if held is not None and was != now and now[0] != "auto":
+        check_held(path, held, evolve(held, sent=published_dtype(*now)))
+
+
+def check_held(path: Path, before: Published | None, now: Published | None) -> None:
+    """Raise ConfigError if the engine of training would hold other weights than before the resume."""
+    if before is None or now is None:
+        return
+    for was, found in (
+        (before.sent, now.sent),
+        (before.dtype, now.dtype),
+        (before.merged or "float32", now.merged or "float32"),
+    ):
+        if was != found:
+            raise ConfigError(
+                f"{path}: its engine held weights in {was}, and would hold them in {found} now; this cannot "
+                f'change within a run: set model.dtype = "{before.sent}" and the dtype of the engine as it '
+                "was, or start a new run"
+            )
+    if before.version == now.version:
+        known = ((name, *each) for name, each in now.tensors.items())
+        before.check((name, dtype, total) for name, dtype, total in known if total is not None)
+
+
+def check_states(directory: Path, parts: Parts) -> None:
+    """Raise CheckpointError for a state of a loader, a sampler or a strategy with wrong types."""
+    config, validation = parts.config, parts.config.validation
+    with checkpoint.reading(directory):
+        checkpoint.read_loaders(directory)
+        state = checkpoint.read_pipeline(directory)
+        if state.get("sampler_name", config.sampler.name) == config.sampler.name:
+            load_plugin_state(parts.sampler, f"sampler {config.sampler.name!r}", state["sampler"])
+        for name, saved in state.get("validation", {}).items():
+            chosen = validation.of_set(name) if name in validation.sets else None if name else validation
+            if chosen is not None and chosen.name == saved["strategy"]:
+                who = f"validation strategy {chosen.name!r}"
+                load_plugin_state(parts.strategy(chosen, name), who, saved["state"])
+
+
+def _check_staleness(path: Path, ready: Any, bound: int) -> None:
+    """Reject a bound that groups of the checkpoint, generated under a larger one, would break."""
+    allowed = [slot["target_version"] - slot["generation_version"] for slot, _ in ready]
+    broken = [staleness for staleness in allowed if staleness > bound]
+    if broken:
+        raise ConfigError(
+            f"{path}: pipeline.max_staleness is {bound} now, and {len(broken)} finished groups of its "
+            f"checkpoint were generated for {max(broken)}; keep it at {max(broken)}, or start a new run"
+        )
+
+
+def _warnings(path: Path, saved: Mapping[str, Any], config: Config) -> Iterator[str]:
+    version = saved.get("grpo_core", __version__)
+    if version != __version__:
+        yield (
+            f"warning: {path} was written by grpo-core {version}, this is {__version__}: its next steps may "
+            "differ from an uninterrupted run"
+        )
+    if saved.get("teacher") and saved["teacher"] != _teacher_digest(config):
+        yield f"warning: the weights of the teacher {config.teacher.path} have changed since the checkpoint"
+    was, now = saved.get("files", {}), file_hashes(config)
+    for file in sorted(was.keys() & now.keys()):
+        if was[file] != now[file]:
+            yield f"warning: {file} has changed since the checkpoint was written"
+
+
+def _consequences(before: Config, config: Config, changes: Mapping[str, Any]) -> Iterator[str]:
+    """Yield messages about consequences of changed keys that their values do not show."""
+    if before.trainer.reference_every and not config.trainer.reference_every:
+        yield "the reference is again the model that the run started from, instead of the updated one"
+    limit = config.trainer.time_limit
+    if limit and "time_limit" not in changes.get("trainer", {}):
+        yield (
+            f"this start ends within {limit:g} s as well: trainer.time_limit still applies; --set "
+            "trainer.time_limit=0 removes it"
+        )
+
+
+def _given(changes: Mapping[str, Any], key: str, new: Any) -> Any:
+    """Return a new value; for a table only the given keys, without defaults."""
+    given: Any = changes
+    for name in key.split("."):
+        given = given.get(name, {}) if isinstance(given, Mapping) else {}
+    return given if isinstance(new, Mapping) and given else new
+
+
+def _value(config: Config, key: str) -> Any:
+    value: Any = as_table(config)
+    for name in key.split("."):
+        if name not in value:  # of a missing section
+            return None
+        value = value[name]
+    return value
+
+
+def _teacher_digest(config: Config) -> str:
+    return start_digest(directory_here(config.teacher.path)) if config.teacher.path else ""
+
+
+def differences(old: Any, new: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the keys of two tables that differ, with both values."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in sorted(old.keys() | new.keys()):
+            yield from differences(old.get(key), new.get(key), f"{where}.{key}" if where else key)
+    elif old != new:
+        yield where, old, new
+
+
+def shown(value: Any) -> str:
+    """Format a configuration value for a user."""
+    return "(not set)" if value is None else json.dumps(value, default=str)

@@ -1,22 +1,25 @@
-"""Makes the parts that a configuration names, each from its own sections; starts nothing."""
+"""The parts that a configuration names, each made once from its own sections; nothing starts here."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from attrs import evolve, frozen
+from attrs import define, evolve, field
 
-from grpo_core.app import workers
+from grpo_core.app.model_sources import StartModelSource, model_source
 from grpo_core.app.placement import Placement
 from grpo_core.config import Config, EngineConfig, TrainerConfig, ValidationConfig
 from grpo_core.config.run import RolloutConfig, TrainerSetup
 from grpo_core.contracts import protocols
-from grpo_core.contracts.errors import ConfigError
+from grpo_core.contracts.errors import ConfigError, SelectionError
 from grpo_core.contracts.events import Event
 from grpo_core.contracts.loss import LossSetting, Remark, needs_of, remarks_of
 from grpo_core.contracts.playing import EnvironmentClient
@@ -27,11 +30,14 @@ from grpo_core.contracts.protocols import (
     Sampler,
     Shaping,
     ShapingSection,
+    Trainer,
     ValidationStrategy,
 )
 from grpo_core.contracts.records import EngineSetup, Group, Prompt, Rollout, Weights
 from grpo_core.data.loaders import LookAhead
 from grpo_core.data.samplers import FunctionSampler, draws_itself
+from grpo_core.engines.addresses import is_loopback
+from grpo_core.engines.wrapped import LimitedEngine
 from grpo_core.environments.budget import ErrorBudget, failures_of_calls
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.loop.agreement import Tolerance
@@ -45,9 +51,11 @@ from grpo_core.loop.rollout import LostBudget, SamplingParams
 from grpo_core.loop.rows import Clipped
 from grpo_core.loop.versions import Interval
 from grpo_core.models.files import chat_template
+from grpo_core.models.fitting import check_files
 from grpo_core.plugins.configured import model_section
-from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.offers import Bound
+from grpo_core.plugins.transports import find_transport
 from grpo_core.processes.aio import UNLIMITED, Slots
 from grpo_core.processes.cores import thread_count
 from grpo_core.storage.published import Published
@@ -67,19 +75,42 @@ PROMPTS = 12
 """Number of prompts that the canary begins with."""
 
 
-@frozen
+@define(eq=False, slots=False)
 class Parts:
-    """The parts that a configuration names, made by its plugins."""
+    """The parts that a configuration names; ``make`` makes and checks all that need no model."""
 
     config: Config
+    """The configuration; keys that depend on the model or the prompts are completed when these are known."""
     plugins: PluginHost
+    trains: bool = True
+    """Whether they train; otherwise an engine plays alone."""
+    _strategies: dict[str, ValidationStrategy] = field(init=False, factory=dict)
+    _made: AsyncExitStack = field(init=False, factory=AsyncExitStack)
+
+    def _make(self, kind: Kind, name: str, /, *args: Any, **options: Any) -> Any:
+        return self._closed_later(self.plugins.make(kind, name, *args, **options))
+
+    def _closed_later(self, part: Any) -> Any:
+        if hasattr(part, "aclose"):
+            self._made.push_async_callback(part.aclose)
+        return part
+
+    async def aclose(self) -> None:
+        """Close all that was made, the last part first."""
+        await self._made.aclose()
+
+    def close(self) -> None:
+        """Do the same where no event loop may run."""
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(asyncio.run, self.aclose()).result()
 
     # ------------------------------------------------------------------------------ places
 
+    @cached_property
     def placement(self) -> Placement:
-        """Make the placement of engines and environments, not yet connected."""
+        """The placement of engines and environments, not yet connected."""
         chosen = self.config.placement
-        return cast(Placement, self.plugins.make("placement", chosen.name, self.plugins, **chosen.options))
+        return cast(Placement, self._make("placement", chosen.name, self.plugins, **chosen.options))
 
     @property
     def place_of_trainer(self) -> str:
@@ -98,35 +129,44 @@ class Parts:
         count = selected.offer.workers
         return 1 if count is None else int(selected.loaded(count)(self.config, self.plugins))
 
-    def data_plane(self, placement: Placement) -> DataPlane:
-        """Make the data plane, not yet started.
-
-        Raises ConfigError if it cannot work with the placement.
-        """
+    @cached_property
+    def data_plane(self) -> DataPlane:
+        """The data plane, not yet started.  Raises ConfigError if it cannot work with the placement."""
         chosen = self.config.data_plane
-        return cast(DataPlane, self.plugins.make("data_plane", chosen.name, placement, **chosen.options))
+        return cast(DataPlane, self._make("data_plane", chosen.name, self.placement, **chosen.options))
 
     # ------------------------------------------------------------------------------ engines and trainer
 
-    def engines(self, *, trains: bool = True) -> dict[str, EngineConfig]:
-        """Return the sections of the engines that training, or a validation alone, starts, by key."""
+    @cached_property
+    def model(self) -> StartModelSource:
+        """The source of the model that training starts from."""
+        source: StartModelSource = self._closed_later(model_source(self.config.model, self.plugins))
+        return source
+
+    @property
+    def engines(self) -> dict[str, EngineConfig]:
+        """The sections of the engines that start, by key."""
         own = self.config.validation.engine
-        if trains:
+        if self.trains:
             with_own = own is not None and self.config.validation.measures
             return {"engine": self.config.engine} | ({"validation.engine": own} if own and with_own else {})
         return {"engine": self.config.engine} if own is None else {"validation.engine": own}
 
-    def text_engine(self, *, trains: bool = True) -> str:
-        """Return the key of an engine without tokens; empty if there is none."""
-        for key, section in self.engines(trains=trains).items():
+    @property
+    def text_engine(self) -> str:
+        """Key of an engine without tokens; empty if there is none."""
+        for key, section in self.engines.items():
             if self.plugins.find("engine", section.name).offer.gives == "text":
                 return key
         return ""
 
     def engine_setup(
-        self, section: EngineConfig, model: str, *, logs: Path | None, colocated: bool, trains: bool = True
+        self, section: EngineConfig, model: str, *, logs: Path | None, colocated: bool
     ) -> EngineSetup:
         """Make the setup of an engine.
+
+        If the order of training is fixed, and no completion mixes versions by timing, then equal seeds can
+        give equal weights, which needs the engine's support.
 
         Args:
             section: of this engine.
@@ -134,9 +174,6 @@ class Parts:
                 directory.
             logs: directory of its log files.
             colocated: whether training runs on this machine at the same time.
-            trains: whether its completions are trained.  If the order of training is fixed, and no completion
-                mixes versions by timing, then equal seeds can give equal weights, which needs the engine's
-                support.
         """
         config, pipeline = self.config, self.config.pipeline
         fixed = pipeline.policy == "in_order" and not (pipeline.max_staleness and pipeline.in_flight_updates)
@@ -149,29 +186,66 @@ class Parts:
             log_directory=str(logs.absolute()) if logs else None,
             deadline=section.deadline,
             max_requests=section.max_requests,
-            reproducible=trains and fixed,
+            reproducible=self.trains and fixed,
         )
 
     def engine(
-        self,
-        section: EngineConfig,
-        setup: EngineSetup,
-        placement: Placement,
-        env_vars: Sequence[Mapping[str, str]] = (),
+        self, section: EngineConfig, setup: EngineSetup, env_vars: Sequence[Mapping[str, str]] = ()
     ) -> Engine:
         """Make the engine of a section, or its pool of engines.
 
         Args:
+            setup: setup of a single engine; a pool divides its threads.
             env_vars: environment variables of each engine's process, by number.
         """
-        return workers.make_engine(
-            section,
-            setup,
-            placement,
-            self.plugins,
+        section = evolve(section, workers=self.workers_of(section))
+        variables = [{**self.plugins.variables(), **each} for each in env_vars or [{}]]
+
+        def one(number: int, setup: EngineSetup) -> Engine:
+            """Make the engine with this number; further engines share the places of the first."""
+            setup = evolve(setup, env_vars=variables[number % len(variables)])
+            engine = self.placement.engine(number, section, setup)
+            return LimitedEngine(engine, section.max_requests) if section.max_requests else engine
+
+        def member(number: int) -> Engine:
+            """Make an engine of the pool, with its share of the cores, and its own directory for logs."""
+            threads = section.threads or max(1, setup.threads // section.workers)
+            logs = f"{setup.log_directory}/engine-{number}" if setup.log_directory else None
+            return one(number, evolve(setup, number=number, threads=threads, log_directory=logs))
+
+        if section.workers == 1 and not self.placement.pooled:
+            return cast(Engine, self._closed_later(one(0, setup)))
+        pool = self.plugins.factory("engine", self.plugins.the_one("engine", "pools_engines"))(
+            member,
+            section.workers,
             tolerance=self.canary_tolerance(section),
-            env_vars=[{**self.plugins.variables(), **each} for each in env_vars or [{}]],
+            deadline=section.deadline,
+            hold=self.placement.retain(),
         )
+        return cast(Engine, self._closed_later(pool))
+
+    def workers_of(self, section: EngineConfig) -> int:
+        """Return the number of engines of a section: ``workers``, or the number in the engine's options.
+
+        Raises ConfigError if both are set and differ, or if there are several and no pool.
+        """
+        selected = self.plugins.find("engine", section.name)
+        number = section.workers
+        if selected.offer.workers is not None:
+            number = selected.loaded(selected.offer.workers)(**section.options)
+            if section.workers not in (1, number):
+                raise ConfigError(
+                    f"engine.workers = {section.workers}: the options of engine {section.name!r} describe "
+                    f"{number}; leave out engine.workers"
+                )
+        if number > 1:
+            try:
+                self.plugins.the_one("engine", "pools_engines")
+            except SelectionError as error:
+                raise ConfigError(
+                    f"engine.workers = {number}: several engines are a pool; {error}"
+                ) from error
+        return number
 
     def published(self, engine: Engine, weights: Weights, version: int) -> Published | None:
         """Describe the newest weights of the engine of training, for the checkpoint of a version."""
@@ -190,11 +264,59 @@ class Parts:
         dtype = section.options.get("dtype", "auto")
         return Tolerance(self.config.health.canary_tolerance, "" if dtype == "auto" else str(dtype))
 
-    def transport(self, placement: Placement) -> str:
-        """Choose the transport of weights.  Raises ConfigError, PluginError."""
-        own = self.config.validation.engine if self.config.validation.measures else None
-        here = self.trainer_here is not None
-        return workers.transport(self.config.engine, own, placement, self.plugins, from_here=here)
+    @property
+    def transport(self) -> str:
+        """The transport of weights from the trainer to the engines.
+
+        Raises ConfigError if an engine does not support it, PluginError for an unknown engine or transport.
+        """
+        engine, validation = self.config.engine, self.config.validation
+        own = [validation.engine] if validation.engine is not None and validation.measures else []
+        engines, from_here = [engine, *own], self.trainer_here is not None
+        if any(each.transport != "auto" or each.transport_options for each in own):
+            raise ConfigError("validation.engine.transport: weights come to all engines by engine.transport")
+        chosen = engine.transport
+        if chosen == "auto":
+            chosen = "shm" if from_here else self.plugins.the_one("transport", "crosses_machines")
+        offer = find_transport(chosen, self.plugins, engine.transport_options)
+        if engine.transport == "auto" and from_here:
+            return chosen
+        declared = [set(self.plugins.find("engine", each.name).offer.transports) for each in engines]
+        takes = set.intersection(*(each | {chosen} if "*" in each else each for each in declared))
+        if chosen not in takes:
+            names = " and ".join(repr(each.name) for each in engines)
+            raise ConfigError(
+                f"engine.transport = {chosen!r}: engine {names} takes weights by "
+                f"{', '.join(sorted(takes))} only"
+            )
+        setting = f'engine.transport = "{engine.transport}"'
+        shared = self.placement.pooled or any(each.workers > 1 for each in engines)
+        host, near = f"engine.transport_options.host = {offer.host!r}", is_loopback(offer.host)
+        if not from_here and not offer.remote:
+            raise ConfigError(
+                f"{setting} needs a trainer on this machine, but this one is in workers, perhaps on several: "
+                "leave it out"
+            )
+        if not from_here and not near:
+            raise ConfigError(
+                f"{host}: each process of this trainer listens at its own machine's address; leave it out"
+            )
+        if from_here and offer.remote and self.placement.remote and near:
+            raise ConfigError(
+                f"{setting}: workers on other machines cannot reach {host}; set it to an address of this "
+                "machine in the cluster's network"
+            )
+        if from_here and not offer.several and shared:
+            raise ConfigError(
+                f"{setting} is for one engine: a late one of several would read the trainer's next "
+                'weights; use "shm"'
+            )
+        return chosen
+
+    def trainer(self, setup: TrainerSetup) -> Trainer:
+        """Make the trainer, not yet started."""
+        chosen = self.config.trainer
+        return cast(Trainer, self._make("trainer", chosen.name, setup, **chosen.options))
 
     def trainer_setup(self, model: str, teacher: str = "") -> TrainerSetup:
         """Make the part of the trainer's setup that the configuration determines.
@@ -220,6 +342,10 @@ class Parts:
             plugins=self.plugins.selection.allow,
             block=self.plugins.selection.block,
         )
+
+    def odd_files(self, model: Path) -> list[str]:
+        """Return warnings about the files of a model.  Raises ModelError if they contradict each other."""
+        return check_files(model, chat_template(self.config.model.chat_template))
 
     def renderer(self, model: str, engines: Iterable[EngineConfig]) -> Renderer:
         """Load the renderer of a model; an engine's option ``max_model_len`` bounds its rollouts, too."""
@@ -267,8 +393,9 @@ class Parts:
         """Whether rows with advantage 0 are trained, as set by the configuration or the loss."""
         return self.config.loss.all_rows or "all_rows" in self.needs
 
+    @cached_property
     def sampler(self) -> Sampler:
-        """Make the sampler; factories with these parameters get ``seed`` and the tasks' ``weights``."""
+        """The sampler; factories with these parameters get ``seed`` and the tasks' ``weights``."""
         chosen = self.config.sampler
         factory = self.plugins.factory("sampler", chosen.name)
         takes = inspect.signature(factory).parameters
@@ -282,7 +409,7 @@ class Parts:
         weights = {name: task.weight for name, task in self.config.tasks.items()}
         known: dict[str, Any] = {"seed": self.config.seed, "weights": weights}
         options = {key: value for key, value in known.items() if key in takes} | chosen.options
-        return cast(Sampler, self.plugins.make("sampler", chosen.name, **options))
+        return cast(Sampler, self._make("sampler", chosen.name, **options))
 
     def advantages(self) -> AdvantageFunction:
         """Make the advantage function, clipped as its section sets."""
@@ -442,12 +569,11 @@ class Parts:
 
         return observe
 
-    def strategy(self, section: ValidationConfig) -> ValidationStrategy:
-        """Make the strategy of ``[validation]``, or of a set."""
-        strategy: ValidationStrategy = self.plugins.make(
-            "validation_strategy", section.name, **section.options
-        )
-        return strategy
+    def strategy(self, section: ValidationConfig, of_set: str = "") -> ValidationStrategy:
+        """Return the strategy of ``[validation]``, or of a set, whose section is given."""
+        if of_set not in self._strategies:
+            self._strategies[of_set] = self._make("validation_strategy", section.name, **section.options)
+        return self._strategies[of_set]
 
     def validation(
         self,
@@ -480,7 +606,7 @@ class Parts:
                 group_size=rollout.group_size,
                 places=places,
             )
-            strategy, interval = self.strategy(config), Interval(config.every, config.at_start)
+            strategy, interval = self.strategy(config, part.name), Interval(config.every, config.at_start)
             return Measured(
                 set=part.name, name=config.name, strategy=strategy, interval=interval, context=context
             )

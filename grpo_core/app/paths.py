@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 from attrs import evolve, fields, fields_dict, frozen
 
-from grpo_core.app.target import teacher_model
+from grpo_core.app.model_sources import teacher_model
 from grpo_core.config import Config, PluginChoice, ValidationSetConfig
 from grpo_core.contracts.errors import GrpoError
 from grpo_core.contracts.records import SectionValues, name_of_class

@@ -1,37 +1,47 @@
-"""A session: a model and the environments of its tasks, without training."""
+"""A session plays the tasks of a configuration without training; a measurement validates in one."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from attrs import evolve, frozen
 
-from grpo_core.app.model_sources import ModelRequest, StartModel, model_source, with_max_tokens
+from grpo_core.app import provenance
+from grpo_core.app.first_look import RunPrompts, conventions_of_validation
+from grpo_core.app.launch import RUNS, configure_target, new_directory, unused
+from grpo_core.app.model_sources import EvalTarget, ModelRequest, StartModel, find_target, with_max_tokens
 from grpo_core.app.parts import Parts, sampling_params
-from grpo_core.app.placement import Placement
-from grpo_core.app.target import EvalTarget
 from grpo_core.app.tasks import Tasks
-from grpo_core.config import Config
+from grpo_core.config import Config, ValidationConfig, as_toml
 from grpo_core.contracts import protocols
-from grpo_core.contracts.errors import ConfigError
+from grpo_core.contracts.errors import ConfigError, wrong_input
+from grpo_core.contracts.events import Event, ValidationPlayed, WarningRaised
 from grpo_core.contracts.incidents import lines_of_incidents, reported_to
 from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.protocols import Engine
-from grpo_core.contracts.records import Prompt, Rollout
+from grpo_core.contracts.records import Group, Prompt, Rollout
 from grpo_core.engines.text import PlayingText, TextRenderer, without_tokens
+from grpo_core.loop.metrics import validation_metrics
 from grpo_core.loop.rollout import RolloutRequest, derive_seed, play
-from grpo_core.models.files import chat_template
-from grpo_core.models.fitting import check_files
-from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.host import NO_OFFERS, Offers
 from grpo_core.processes.aio import gather
 from grpo_core.processes.child import scratch_directory
 from grpo_core.processes.cores import thread_count
+from grpo_core.processes.secrets import masked
+from grpo_core.reporting.files import metrics_line
+from grpo_core.reporting.stored import write_validation
 from grpo_core.storage.published import Published
+from grpo_core.storage.run_directory import CONFIG
+from grpo_core.text.rendering import Renderer
+from grpo_core.validation.runner import HeldOut, Results
 
 
 @frozen(kw_only=True)
@@ -108,8 +118,7 @@ class Session:
 
 @contextlib.asynccontextmanager
 async def start_session(
-    config: Config,
-    host: PluginHost,
+    parts: Parts,
     target: EvalTarget,
     status: Callable[[str], None],
     *,
@@ -129,30 +138,32 @@ async def start_session(
         status(note)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(reported_to(lines_of_incidents(status)))
-        parts = Parts(config, host)
-        placement = parts.placement()
         status("starting the environments")
-        tasks = await stack.enter_async_context(Tasks.start(config, host, placement, sets=sets))
+        tasks = await stack.enter_async_context(Tasks.start(parts, sets=sets))
+        stack.push_async_callback(parts.aclose)
         if look is not None:
             await look(tasks)
-        if parts.text_engine(trains=False):
+        if parts.text_engine:
             engine, renderer = _start_text(parts, stack)
         else:
             start = StartModel(path=str(target.model))
             if target.model is None:
                 start = await _start_model(parts, tasks, stack, status)
-            config = with_max_tokens(config, start.max_tokens)
-            path = Path(start.path)
-            engine, renderer = await _start_engine(parts, target, path, placement, stack, status)
+            parts.config = with_max_tokens(parts.config, start.max_tokens)
+            engine, renderer = await _start_engine(parts, target, Path(start.path), stack, status)
         yield Session(
-            config=config, engine=engine, renderer=renderer, environments=tasks.environments, tasks=tasks
+            config=parts.config,
+            engine=engine,
+            renderer=renderer,
+            environments=tasks.environments,
+            tasks=tasks,
         )
 
 
 def _start_text(parts: Parts, stack: contextlib.AsyncExitStack) -> tuple[Engine, protocols.Renderer]:
     """Start an engine that needs no weights; it ends with the stack."""
-    ((_, section),) = parts.engines(trains=False).items()
-    setup = parts.engine_setup(section, "", logs=None, colocated=False, trains=False)
+    (section,) = parts.engines.values()
+    setup = parts.engine_setup(section, "", logs=None, colocated=False)
     renderer = TextRenderer()
     hosted: Any = parts.plugins.make("engine", section.name, setup, **section.options)
     engine = PlayingText(hosted, renderer)
@@ -164,7 +175,6 @@ async def _start_engine(
     parts: Parts,
     target: EvalTarget,
     path: Path,
-    placement: Placement,
     stack: contextlib.AsyncExitStack,
     status: Callable[[str], None],
 ) -> tuple[Engine, protocols.Renderer]:
@@ -172,14 +182,15 @@ async def _start_engine(
     from grpo_core.training.building import saved_tensors
     from grpo_core.weights.shm import SharedMemoryWriter
 
-    config, engines = parts.config, parts.engines(trains=False)
+    config, engines = parts.config, parts.engines
     ((key, section),) = engines.items()
-    for odd in await asyncio.to_thread(check_files, path, chat_template(config.model.chat_template)):
+    for odd in await asyncio.to_thread(parts.odd_files, path):
         status(f"warning: {odd}")
-    devices = await asyncio.to_thread(placement.devices, None, engines)
-    setup = parts.engine_setup(section, str(path), logs=None, colocated=False, trains=False)
-    engine = parts.engine(section, setup, placement, devices.engines.get(key, ()))
-    stack.push_async_callback(engine.aclose)
+    devices = await asyncio.to_thread(parts.placement.devices, None, engines)
+    setup = parts.engine_setup(section, str(path), logs=None, colocated=False)
+    engine = parts.engine(section, setup, devices.engines.get(key, ()))
+    if hasattr(engine, "started"):
+        await engine.started()
     status("loading the model")
     renderer = await asyncio.to_thread(parts.renderer, str(path), [section])
     writer = SharedMemoryWriter()
@@ -210,7 +221,7 @@ async def _start_model(
         seed=config.seed,
         status=show,
     )
-    start = await model_source(config.model, parts.plugins).start_model(request)
+    start = await parts.model.start_model(request)
     if (make := start.prepare) is not None:
         status(start.doing)
         threads = thread_count(config.trainer.threads, config.pipeline.max_staleness > 0)  # like the trainer
@@ -221,3 +232,165 @@ async def _start_model(
 
         await asyncio.to_thread(prepare)
     return start
+
+
+@frozen(kw_only=True)
+class Measurement:
+    """A validation that is ready to play."""
+
+    config: Config
+    """The configuration of all tasks."""
+    parts: Parts
+    """The parts of the tasks to measure."""
+    target: EvalTarget
+    only: Sequence[str]
+    directory: Path
+    """New directory of the results."""
+
+    async def play(self, status: Callable[[str], None]) -> dict[str, Any]:
+        """Play the rollouts; write and return the results.
+
+        The rollouts are written also if the strategy fails.
+        """
+        played: list[ValidationPlayed] = []
+
+        def receive(event: Event) -> None:
+            if isinstance(event, ValidationPlayed):
+                played.append(event)
+            elif isinstance(event, WarningRaised):
+                status(f"warning: {event.message}")
+
+        try:
+            results = await self._measured(status, receive)
+        finally:
+            for event in played:
+                write_validation(self.directory, event.version, self._stored(event.groups))
+            if not played:
+                self.directory.rmdir()  # it ended before it had results
+        validation = self.config.validation
+        report = {
+            "model": self.target.name,
+            "version": self.target.version,
+            "validation": {
+                name: (validation.of_set(name) if name in validation.sets else validation).name
+                for name in results
+            },
+            "results": results,
+        }
+        report = masked(report)
+        provenance.write(self.directory, self.config, self.parts.plugins)
+        line = metrics_line(self.target.version, time.time(), validation_metrics(results))
+        text = json.dumps(report, indent=2)
+        files = {CONFIG: as_toml(self.config), "metrics.jsonl": line, "results.json": f"{text}\n"}
+        for name, text in files.items():
+            (self.directory / name).write_text(text, encoding="utf-8")
+        return report
+
+    def _stored(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """Return groups as they are stored: a text engine has no tokens."""
+        if not self.parts.text_engine:
+            return groups
+        return [
+            evolve(group, rollouts=tuple(without_tokens(rollout) for rollout in group.rollouts))
+            for group in groups
+        ]
+
+    async def _measured(self, status: Callable[[str], None], emit: Callable[[Event], None]) -> Results:
+        """Measure with the configuration's strategies, tasks and sets; return the metrics by task.
+
+        Args:
+            emit: receives the rollouts, as an event, also if the strategy fails.
+        """
+        parts, only = self.parts, self.only
+        config = parts.config
+        sets = [name for name in config.validation.sets if name in only or not only]
+        held_out: list[HeldOut] = []
+
+        async def look(tasks: Tasks) -> None:
+            held_out.extend(await _held_out(config, tasks, sets, only))
+
+        async with start_session(parts, self.target, status, sets=sets, look=look) as session:
+            renderer, found = session.renderer, RunPrompts(held_out=held_out)
+            if isinstance(renderer, Renderer):  # a model's renderer
+                found, messages = await found.short_enough(config.rollout.max_prompt_tokens, {}, renderer)
+                messages |= await found.spelling({}, renderer)
+                messages |= await conventions_of_validation(renderer, config.rollout.stop, found.held_out)
+                for message in messages.values():
+                    status(message)
+            for part in found.held_out:
+                there, wanted = max(map(len, part.prompts.values()), default=0), part.config.prompts
+                if there < wanted != ValidationConfig().prompts:  # somebody has chosen it
+                    status(f"validation.prompts = {wanted}: there are {there}, and all of them are measured")
+            status("validating")
+            validation = parts.validation(found.held_out, session.engine, renderer, parts.places(), emit=emit)
+            return await validation.measure(self.target.version, validation.parts)
+
+
+def prepare(
+    target: str | None,
+    changes: Mapping[str, Any],
+    *,
+    tasks: bool,
+    only: Sequence[str] = (),
+    step: int | None = None,
+    output: Path | None,
+    block: Sequence[str] = (),
+    offers: Offers = NO_OFFERS,
+) -> Measurement:
+    """Prepare to measure a target; raises GrpoError for wrong input.
+
+    Args:
+        target: directory of a run or of a model, or a hub id; None: the engine needs no model.
+        changes: a table that overrides the target's configuration.
+        tasks: whether the changes define tasks.
+        only: names of the tasks and sets to measure; empty for all.
+        step: of the run's checkpoint; None is the newest one.
+        output: directory for the results; None makes one next to the run, or in runs/.
+        block: plugins that are not to be loaded.
+        offers: objects of the calling program.
+    """
+    with wrong_input():
+        measured = find_target(target, changes.get("plugins"), block, step)
+    parts = configure_target(measured, changes, block, offers, tasks=tasks)
+    config = parts.config
+    engine = (config.validation.engine or config.engine).name
+    if parts.text_engine:  # of a run only the tasks are used
+        measured = evolve(measured, name=f"engine {engine}", model=None, version=0, notes=())
+    elif target is None:
+        raise ConfigError(
+            f"MODEL is missing: the engine {engine!r} needs its weights; name a run, the directory of a "
+            "model or a hub id"
+        )
+    known = [*config.tasks, *config.validation.sets]
+    if unknown := [name for name in only if name not in known]:
+        raise ConfigError(
+            f"--only {unknown[0]}: is neither a task nor a validation set; expected one of {', '.join(known)}"
+        )
+    if measured.model is not None:
+        parts.odd_files(measured.model)
+    if output is None:
+        now = datetime.now().strftime("%Y%m%d-%H%M%S")
+        in_run = Path(target, "validated", now) if target and Path(target, CONFIG).is_file() else None
+        of_model = RUNS / f"{'+'.join(config.tasks or config.validation.sets)}-validated-{now}"
+        output = unused(in_run or of_model)
+    if only and measured.model is not None:  # or the model may be made from the prompts of all tasks
+        needed = {*only, *(one.task for name, one in config.validation.sets.items() if name in only)}
+        tasks_of = {name: one for name, one in config.tasks.items() if name in needed}
+        parts.config = evolve(config, tasks=tasks_of)
+    directory = new_directory(output)
+    return Measurement(config=config, parts=parts, target=measured, only=only, directory=directory)
+
+
+async def _held_out(
+    config: Config, tasks: Tasks, sets: Sequence[str], only: Collection[str]
+) -> list[HeldOut]:
+    """Return the held-out prompts to measure.  Raises ConfigError if a task has none."""
+    wanted = [name for name in config.tasks if name in only or not only]
+    held_out = await tasks.held_out(config.validation, sets, tasks=bool(wanted))
+    if not wanted:
+        return held_out
+    plain, *of_sets = held_out
+    prompts = {name: plain.prompts[name] for name in wanted}
+    if empty := [name for name, own in prompts.items() if not own]:
+        raise ConfigError(f"task {', '.join(map(repr, empty))}: there are no prompts for validation")
+    return [evolve(plain, prompts=prompts), *of_sets]

@@ -11,23 +11,25 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from grpo_core.app import workers
 from grpo_core.app.data import TaskData
+from grpo_core.app.make import of_task
 from grpo_core.app.parts import Parts
-from grpo_core.app.placement import Placement
-from grpo_core.config import Config, EnvironmentConfig, TaskConfig, ValidationConfig
+from grpo_core.config import TaskConfig, ValidationConfig
 from grpo_core.contracts.errors import ConfigError, PluginError, SelectionError, plugin_errors
 from grpo_core.contracts.playing import Player, PlayerSetup
 from grpo_core.contracts.records import Prompt
 from grpo_core.data.loaders import LookAhead
 from grpo_core.data.rows import known_of
-from grpo_core.environments.pool import EnvironmentPool
+from grpo_core.environments.pool import EnvironmentPool, EnvironmentSpec
 from grpo_core.plugins.host import PluginHost
 from grpo_core.processes.aio import gather
 from grpo_core.validation.runner import HeldOut
 
 FIRST = 64
 """Number of prompts that commands without training read from a dataloader."""
+
+AGENT_PROCESSES = 8
+"""Largest number of processes of an agent, unless ``environment.workers`` is set."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -45,13 +47,10 @@ class Tasks:
     @contextlib.asynccontextmanager
     async def start(
         cls,
-        config: Config,
-        host: PluginHost,
-        placement: Placement,
+        parts: Parts,
         *,
         sets: Collection[str] = (),
         logs: Path | None = None,
-        ranks: int = 0,
         tries: bool = False,
     ) -> AsyncIterator[Tasks]:
         """Connect the placement, start all environments together, and end both with the block.
@@ -59,31 +58,23 @@ class Tasks:
         Args:
             sets: names of validation sets whose own environments start as well.
             logs: directory of the log files.
-            ranks: number of further workers that the placement needs.
             tries: whether streams are tried before they are used.
         """
+        config = parts.config
         tasks, of_sets = config.tasks, config.validation.environments(sets)
         every = {**tasks, **of_sets}
+        ranks = parts.ranks if parts.trains and parts.trainer_here is None else 0
         wanted = config.engine.workers + (config.environment.workers or 1) * len(every) + ranks
-        parts = Parts(config, host).of_reward()
-        with placement.connected(wanted):
+        with parts.placement.connected(wanted):
             environments = {
-                name: workers.make_environment(
-                    name,
-                    task,
-                    config.environment,
-                    placement,
-                    host,
-                    log=logs / f"environment-{name}.log" if logs else None,
-                    parts=parts,
-                )
+                name: make_environment(name, task, parts, logs / f"environment-{name}.log" if logs else None)
                 for name, task in every.items()
             }
             data = {
                 name: TaskData.of(
                     name,
                     task,
-                    host,
+                    parts.plugins,
                     environments[name],
                     seed=config.seed,
                     deadline=config.environment.start_deadline,
@@ -94,7 +85,7 @@ class Tasks:
             }
             try:
                 await gather(environment.start() for environment in environments.values())
-                async with _playing(every, environments, config.environment, placement, host):
+                async with _playing(every, environments, parts):
                     yield cls(
                         environments={name: environments[name] for name in tasks},
                         of_sets={name: environments[name] for name in of_sets},
@@ -166,13 +157,30 @@ class Tasks:
         return [*([plain] if tasks else []), *await gather(map(of_set, names))]
 
 
+def make_environment(name: str, task: TaskConfig, parts: Parts, log: Path | None = None) -> EnvironmentPool:
+    """Make the workers of a task's environment, not yet started."""
+    chosen, placement = parts.config.environment, parts.placement
+    config = of_task(chosen, task)
+    here = not placement.pooled  # on a cluster, the workers that it has room for are known at the start
+    count = chosen.workers or (AGENT_PROCESSES if here and not parts.plugins.of_program(task.env) else 1)
+    logs = [log.with_stem(f"{log.stem}-{i}") if i and log else log for i in range(count)]
+    spec = EnvironmentSpec(task=name, env=task.env, options=task.options, config=config)
+    return EnvironmentPool(
+        [placement.environment(i, evolve(spec, log=logs[i])) for i in range(count)],
+        config,
+        for_agents=chosen.workers is None,
+        on_demand=here,
+        name=name,
+        success=task.success,
+        parts=parts.of_reward(),
+    )
+
+
 @contextlib.asynccontextmanager
 async def _playing(
     tasks: Mapping[str, TaskConfig],
     environments: Mapping[str, EnvironmentPool],
-    config: EnvironmentConfig,
-    placement: Placement,
-    host: PluginHost,
+    parts: Parts,
 ) -> AsyncIterator[None]:
     """Give the started environments the players of their tasks."""
     shared: dict[tuple[str | None, str], list[str]] = defaultdict(list)
@@ -182,8 +190,9 @@ async def _playing(
     async with contextlib.AsyncExitStack() as stack:
         for (player, _), names in shared.items():
             runs = {name: environments[name].runs_agents for name in names}
-            setup = PlayerSetup(tasks=runs, host=config.agent_host, remote=placement.remote)
-            made = make_player(host, player, setup, tasks[names[0]].player_options)
+            host, remote = parts.config.environment.agent_host, parts.placement.remote
+            setup = PlayerSetup(tasks=runs, host=host, remote=remote)
+            made = make_player(parts.plugins, player, setup, tasks[names[0]].player_options)
             if made is not None:
                 stack.push_async_callback(made.aclose)
                 with plugin_errors(f"player {type(made).__name__}: start()"):

@@ -14,8 +14,7 @@ from attrs import evolve, frozen
 
 from grpo_core._version import __version__
 from grpo_core.api.run import Run
-from grpo_core.app.model_sources import started_from
-from grpo_core.app.target import check_adapters
+from grpo_core.app.model_sources import check_adapters, started_from
 from grpo_core.commands.complaints import complain, say
 from grpo_core.config import Config, TaskConfig, as_table
 from grpo_core.contracts.errors import ConfigError

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from grpo_core.app import build, measuring
+from grpo_core.app import build, session
 from grpo_core.app.launch import RUNS, continued, new_run, tasks_of
 from grpo_core.commands.complaints import NEXT, complain, say, to_a_reader
 from grpo_core.config import check_settings, merge, parse_settings, read_toml
@@ -135,7 +135,8 @@ def train(
             )
         path = RunDirectory.latest(RUNS) if resume == "latest" else Path(resume)
         start = continued(path, changes, block)
-    view = start.config.tracking.options.get("terminal", {}).get("view")
+    configured, host = start.parts.config, start.parts.plugins
+    view = configured.tracking.options.get("terminal", {}).get("view")
     tell = complain if view == "json" else say  # standard output has JSON and nothing else
     with to_a_reader():
         for note in start.notes if resume is not None or view not in ("quiet", "json") else ():
@@ -157,12 +158,12 @@ def train(
     finally:
         directory.unlock()
     with to_a_reader():
-        if start.config.trainer.profile and over is None:
-            tell(_profile(directory.profile, start.config.trainer.profile))
+        if configured.trainer.profile and over is None:
+            tell(_profile(directory.profile, configured.trainer.profile))
         tell(_summary(outcome))
         if directory.page.is_file():
             tell(f"page: {directory.page}")
-        elif "*" in start.config.tracking.trackers and not start.host.in_role("tracker", "is_default"):
+        elif "*" in configured.tracking.trackers and not host.in_role("tracker", "is_default"):
             tell(f"page: {install_command('tracker', 'is_default')}, then grpo-core report {directory.path}")
         tell(NEXT + _next(outcome, again))
     return INTERRUPTED if outcome.reason == "interrupted" else 0
@@ -216,7 +217,7 @@ def validate(
     changes = _with_data(_changes(env, chosen, set_), env, "validation_data", data)
     why = "validate measures the model as it is and does not use this key"
     check_settings(parse_settings(set_ or []), MEASURED_BY, why, but=["tasks.*.weight"])
-    measurement = measuring.prepare(
+    measurement = session.prepare(
         model, changes, tasks=bool(env), only=only or [], step=step, output=output, block=no_plugin or []
     )
     console = Console(stderr=True)

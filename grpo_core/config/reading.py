@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import tomllib
 import types
@@ -168,9 +169,13 @@ T = TypeVar("T")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the tables of a file.  Raises ConfigError if it is missing or is not TOML."""
+    """Return the tables of a file.  Raises ConfigError if it is missing or is not TOML.
+
+    A path ``./NAME`` that does not exist is looked for in the directory of the file.
+    """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        tables: dict[str, Any] = _beside(path.parent, tomllib.loads(path.read_text(encoding="utf-8")))
+        return tables
     except FileNotFoundError:
         hint = "" if path.suffix == ".toml" else taken_elsewhere(str(path))
         raise ConfigError(f"{path}: no such file; expected a TOML configuration.{hint}") from None
@@ -182,6 +187,18 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not readable as TOML: {error}.{hint}") from None
     except RecursionError:
         raise ConfigError(f"{path}: not readable as TOML: its values are nested too deeply") from None
+
+
+def _beside(directory: Path, value: Any) -> Any:
+    """Return a value of a file with each path ``./NAME`` that exists in its directory alone."""
+    if isinstance(value, dict):
+        return {key: _beside(directory, each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_beside(directory, each) for each in value]
+    name = value.partition(":")[0] if isinstance(value, str) and value.startswith("./") else ""
+    if name and not os.path.exists(name) and os.path.exists(directory / name):
+        return f"{directory.resolve()}{value.removeprefix('.')}"
+    return value
 
 
 def parse_setting(setting: str) -> dict[str, Any]:

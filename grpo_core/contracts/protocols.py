@@ -249,6 +249,9 @@ class Engine(Protocol):
     Its factory is called as ``factory(setup: EngineSetup, **options)`` and must return at once.
     ``update_weights`` is awaited before the first ``generate``.
 
+    An engine that takes long to start has a coroutine ``started()``, which is awaited once, before all other
+    calls, and returns at once: the trainer starts meanwhile.
+
     An engine that may compute in another dtype than the weights' has an attribute ``dtype``, such as
     "bfloat16", from the first ``update_weights`` on: the canary allows for the rounding then.
 
@@ -359,9 +362,8 @@ class Tracker:
 class Trainer(Protocol):
     """Owns the model and the optimizer.
 
-    Its factory is called as ``factory(setup: TrainerSetup, **options)`` and must return at once: engines and
-    environments start meanwhile.  A class that inherits from this protocol need not define ``started``,
-    ``unchanged``, ``watch`` and ``aclose``.
+    Its factory is called as ``factory(setup: TrainerSetup, **options)`` and must return at once.  A class
+    that inherits from this protocol need not define ``started``, ``unchanged``, ``watch`` and ``aclose``.
 
     A factory whose processes are in the workers of a placement has the placement's name as its attribute
     ``placement``.  Such a trainer publishes by ``collective``, each process at its own machine's address.  A
@@ -370,7 +372,7 @@ class Trainer(Protocol):
     """
 
     async def started(self) -> None:
-        """Return when the trainer can train; awaited once, before all other calls.
+        """Return when the trainer can train; awaited once, before all other calls, while the engines start.
 
         It calls ``setup.prepare``, if there is one, before it loads ``setup.model.path``.  Raises ModelError,
         PluginError or CheckpointError.
@@ -418,7 +420,7 @@ class Trainer(Protocol):
         return None
 
     async def aclose(self) -> None:
-        """End the trainer and free what it holds.  Called once."""
+        """End the trainer and free what it holds.  Called once, also if it was not started."""
         return None
 
 
@@ -442,7 +444,7 @@ class DataPlane(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """Forget everything.  Called once."""
+        """Forget everything.  Called once, also if it was not started."""
         ...
 
 

@@ -29,8 +29,9 @@ MAX_DEATHS = 3
 class ChildEngine:
     """An engine in its own child process; it satisfies ``grpo_core.Engine``.
 
-    The child starts at once; the constructor does not wait.  If it dies, running ``generate`` calls raise
-    EngineError, and the next call starts another child, which gets the last weights before anything else.
+    ``started`` or the first ``update_weights`` starts the child.  If it dies, running ``generate`` calls
+    raise EngineError, and the next call starts another child, which gets the last weights before anything
+    else.
 
     Args:
         setup: the argument of an engine's factory.
@@ -68,9 +69,13 @@ class ChildEngine:
         self._cancelling: set[asyncio.Task[Any]] = set()
         self.positions = 0
         """Largest number of tokens of a prompt with its completion; 0 until the child reports it."""
-        self._child: Child | None = self._start()
+        self._child: Child | None = None
         self._ready = False
         """Whether the child holds ``_weights``."""
+
+    async def started(self) -> None:
+        """Start the child without waiting for it."""
+        self._living_child()
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Return one completion for each request, in order.

@@ -127,7 +127,7 @@ A command that shows runs, in addition to ``grpo_core.Run``:
 A command that computes steps of a run again, or reads settings:
 
     configured, changed, merge, structured, read_toml    make a configuration, or another table, of tables
-    resume                      the keys in which two tables differ, and their values
+    launch                      the keys in which two tables differ, and their values
     Parts, rows                            make the trainer of a run again, and the rows of a step
     fault, started_from         find what the trainer continues from
     Pipeline, Checks, PromptStream         the loop of a run, its checks and its prompts
@@ -137,7 +137,7 @@ A command that computes steps of a run again, or reads settings:
 
 A command that estimates a run before it starts (see ``grpo_plugin_doctor``):
 
-    launch, model_source        check a configuration and its model
+    make, launch, Parts         make the parts of a configuration, and check its model
     gpus, engine_dtype, find_transport, teacher_model    what a run will start on this machine
     files, ModelFiles           find and read the files of a model
     Scorer, MicroBatch, Passes, for_training, packing    compute what training computes
@@ -155,14 +155,16 @@ from grpo_core.plugins.lazy import attach
 if TYPE_CHECKING:
     from grpo_core.app import gpus as gpus
     from grpo_core.app import launch as launch
-    from grpo_core.app import resume as resume
     from grpo_core.app import sourced as sourced
     from grpo_core.app.data import Source as Source
     from grpo_core.app.gpus import Devices as Devices
+    from grpo_core.app.make import check_task as check_task
+    from grpo_core.app.make import make as make
     from grpo_core.app.model_sources import ModelRequest as ModelRequest
     from grpo_core.app.model_sources import StartModel as StartModel
-    from grpo_core.app.model_sources import model_source as model_source
+    from grpo_core.app.model_sources import find_target as find_target
     from grpo_core.app.model_sources import started_from as started_from
+    from grpo_core.app.model_sources import teacher_model as teacher_model
     from grpo_core.app.model_sources import watched as watched
     from grpo_core.app.parts import Parts as Parts
     from grpo_core.app.parts import engine_dtype as engine_dtype
@@ -170,10 +172,7 @@ if TYPE_CHECKING:
     from grpo_core.app.placement import LocalPlacement as LocalPlacement
     from grpo_core.app.placement import Placement as Placement
     from grpo_core.app.placement import Retain as Retain
-    from grpo_core.app.preflight import check_task as check_task
     from grpo_core.app.session import start_session as start_session
-    from grpo_core.app.target import find_target as find_target
-    from grpo_core.app.target import teacher_model as teacher_model
     from grpo_core.app.tasks import Tasks as Tasks
     from grpo_core.commands.complaints import complain as complain
     from grpo_core.commands.complaints import say as say

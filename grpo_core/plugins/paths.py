@@ -53,7 +53,7 @@ def with_absolute_paths_of_file(file: Path, attribute: str, options: Mapping[str
 
 
 def with_paths(factory: Factory, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a factory with a ``Path`` wherever it expects one."""
+    """Return the options of a factory with an absolute ``Path`` wherever it expects one."""
     hints = _hints(factory)
     return {name: _mapped(hints.get(name, Any), value, _path) for name, value in options.items()}
 
@@ -70,7 +70,7 @@ def absolute(path: str | os.PathLike[str]) -> str:
 
 
 def _path(path: str) -> Path:
-    return Path(path).expanduser()
+    return Path(absolute(path))
 
 
 def _absolute(hints: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.errors import ChildDied, GrpoError, TrainerError, fault_of, one_line
@@ -48,8 +48,6 @@ StartProcess = Callable[[str, TrainerSetup, str], TrainerProcess]
 class ProcessTrainer(Trainer):
     """A ``TorchTrainer`` in a separate process: the trainer "torch".
 
-    The process starts at construction, so that its imports overlap with the rest of a run's start.
-
     Args:
         setup: the setup of the trainer.
         start: starts the process; a child of this process if it is None.
@@ -57,11 +55,13 @@ class ProcessTrainer(Trainer):
 
     target: str = "grpo_core.training.trainer:create"
     """``"module:function"`` that makes the trainer in its process from ``setup``; subclasses name others."""
+    process: TrainerProcess
+    """Its process, which ``started`` starts."""
 
     def __init__(self, setup: TrainerSetup, start: StartProcess | None = None, /) -> None:
         self._deadline = setup.trainer.deadline
         self._log = Path(setup.log) if setup.log else None
-        self.process = (start or self.in_child)(self.target, setup, "trainer")
+        self._start = partial(start or self.in_child, self.target, setup, "trainer")
 
     @staticmethod
     def in_child(target: str, setup: TrainerSetup, name: str) -> TrainerProcess:
@@ -71,19 +71,17 @@ class ProcessTrainer(Trainer):
 
     async def started(self) -> None:
         with self._explaining("cannot be made"):
+            self.process = self._start()
             await self.process.started(seconds=self._deadline)
 
     async def step(self, batch: Batch) -> StepResult:
-        result: StepResult = await self._call("step", batch)
-        return result
+        return cast(StepResult, await self._call("step", batch))
 
     async def unchanged(self) -> bool:
-        same: bool = await self._call("unchanged")
-        return same
+        return bool(await self._call("unchanged"))
 
     async def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
-        weights: Weights = await self._call("publish", canary)
-        return weights
+        return cast(Weights, await self._call("publish", canary))
 
     async def save(self, directory: Path) -> Callable[[], Awaitable[None]]:
         await self._call("save", directory)
@@ -93,7 +91,8 @@ class ProcessTrainer(Trainer):
         raise _gone(await self.process.died())
 
     async def aclose(self) -> None:
-        await self.process.aclose()
+        if hasattr(self, "process"):
+            await self.process.aclose()
 
     async def _call(self, method: str, *args: Any) -> Any:
         with self._explaining(f"{method}() failed", f"If nothing else explains it, {MEMORY}"):

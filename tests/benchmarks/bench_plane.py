@@ -58,8 +58,7 @@ async def measure(name: str, where: str, groups: int, *, limit: float | None) ->
     """Print the figures of a plane; return how many miss their limits."""
     config = Config(placement=PlacementConfig(name=where), data_plane=DataPlaneConfig(name=name))
     parts = Parts(config, PluginHost.discover())
-    placement = parts.placement()
-    plane = parts.data_plane(placement)
+    placement, plane = parts.placement, parts.data_plane
     missed = 0
     with placement.connected(os.cpu_count() or 1):
         await plane.started()

@@ -25,9 +25,8 @@ import torch
 from aiohttp import web
 
 from grpo_core import EngineSetup, GenerationRequest, Weights
-from grpo_core.app.placement import LocalPlacement
-from grpo_core.app.workers import make_engine
-from grpo_core.config import EngineConfig
+from grpo_core.app.parts import Parts
+from grpo_core.config import Config, EngineConfig
 from grpo_core.kit import PluginHost, SharedMemoryWriter
 from grpo_plugin_vllm.http import HttpEngine
 
@@ -74,14 +73,8 @@ async def rate(servers: int, weights: Weights) -> float:
     async with contextlib.AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(server()) for _ in range(servers)]
         config = EngineConfig(name="vllm:http", options={"url": urls})
-        host = PluginHost.discover(["scale", "vllm"])
-        engine = make_engine(
-            config,
-            EngineSetup(model="m"),
-            LocalPlacement(host),
-            host,
-            tolerance=0.0,
-        )
+        parts = Parts(Config(), PluginHost.discover(["scale", "vllm"]))
+        engine = parts.engine(config, EngineSetup(model="m"))
         stack.push_async_callback(engine.aclose)
         await engine.update_weights(weights)
         requests = [

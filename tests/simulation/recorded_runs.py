@@ -184,7 +184,7 @@ class _Run:
         warnings = [WarningRaised(step=0, cause=cause, message=text) for cause, text in found.items()]
         loaders = {name: IndexedLoader(name, own, seed=config.seed) for name, own in prompts.items()}
         parts = Parts(config, _host())
-        stream = PromptStream(sampler=parts.sampler(), loaders=loaders, name=config.sampler.name)
+        stream = PromptStream(sampler=parts.sampler, loaders=loaders, name=config.sampler.name)
         engine = self._engine(tables)
         validation = parts.validation(
             held_out, engine, renderer, parts.places(), last=config.trainer.steps, emit=self.emit

@@ -33,7 +33,7 @@ from grpo_core import (
 )
 from grpo_core.kit import (
     Config,
-    LocalPlacement,
+    Parts,
     PluginHost,
     TaskConfig,
     Tasks,
@@ -77,15 +77,15 @@ def checked(config: Config, host: PluginHost) -> list[str]:
         if name not in config.tasks:
             near = did_you_mean(name, set(config.tasks))
             raise ConfigError(f"audit.tasks: there is no task {name!r}.{near}")
-    check_task(NAME, _task(audit), config, host)
+    task = _task(audit)
+    check_task(f"tasks.{NAME}", task, _in_children(config, host, {NAME: task}))
     with ThreadPoolExecutor(1) as thread:  # the caller may run an event loop in this thread
         return thread.submit(asyncio.run, _checked(audit, config, host)).result()
 
 
 async def _checked(audit: AuditConfig, config: Config, host: PluginHost) -> list[str]:
     tasks = {name: config.tasks[name] for name in audit.tasks or config.tasks}
-    one = evolve(config, tasks=tasks, environment=evolve(config.environment, workers=1))
-    around = Tasks.start(one, host, LocalPlacement(host))
+    around = Tasks.start(_in_children(config, host, tasks))
     async with started(audit, config, host) as second, around as first:
         prompts = await first.prompts("train", TRIED)
         return await tried(audit, second, first.environments, prompts)
@@ -96,10 +96,14 @@ async def started(
     audit: AuditConfig, config: Config, host: PluginHost, logs: Path | None = None
 ) -> AsyncIterator[Any]:
     """Start the second environment with one worker."""
-    one = evolve(config.environment, workers=1)
-    config = evolve(config, tasks={NAME: _task(audit)}, environment=one)
-    async with Tasks.start(config, host, LocalPlacement(host), logs=logs) as tasks:
+    async with Tasks.start(_in_children(config, host, {NAME: _task(audit)}), logs=logs) as tasks:
         yield tasks.environments[NAME]
+
+
+def _in_children(config: Config, host: PluginHost, tasks: dict[str, TaskConfig]) -> Parts:
+    """Return the parts of tasks that have one worker each, on this machine."""
+    one, here = evolve(config.environment, workers=1), Config().placement
+    return Parts(evolve(config, tasks=tasks, environment=one, placement=here), host, trains=False)
 
 
 def _task(audit: AuditConfig) -> TaskConfig:

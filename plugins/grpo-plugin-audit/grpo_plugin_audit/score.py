@@ -20,7 +20,7 @@ from grpo_core.kit import (
     AsJson,
     Config,
     Flag,
-    LocalPlacement,
+    Parts,
     PluginHost,
     Settings,
     TaskConfig,
@@ -224,12 +224,14 @@ def _configured(
         )
     notes: list[str] = []
     chosen = {}
+    config = evolve(config, placement=Config().placement)  # on this machine
+    parts = Parts(config, host, trains=False)
     for name in names:
         judge_of = known[name]
         if name in others:
             judge_of, left_out = _without_unknown_options(judge_of, host)
             notes += [f"{judge_of.env} has no option {option!r}: it is left out" for option in left_out]
-        check_task(name, judge_of, config, host)
+        check_task(f"tasks.{name}", judge_of, parts)
         chosen[name] = judge_of
     return config, chosen, host, notes
 
@@ -276,7 +278,7 @@ async def _judge_all(
 ) -> tuple[dict[str, TaskDifference], KnownPrompts]:
     """Judge all files again, write the results, and count the differences."""
     differences = {name: TaskDifference(env=task.env) for name, task in tasks.items()}
-    around = Tasks.start(evolve(config, tasks=dict(tasks)), host, LocalPlacement(host))
+    around = Tasks.start(Parts(evolve(config, tasks=dict(tasks)), host, trains=False))
     with errors.status("starting the environments") as status:
         async with around as started:
             for name, environment in started.environments.items():

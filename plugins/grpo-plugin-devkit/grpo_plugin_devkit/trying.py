@@ -13,7 +13,7 @@ from rich.console import Console
 
 from grpo_core import ConfigError, Prompt, Session
 from grpo_core.kit import (
-    LocalPlacement,
+    Parts,
     PlayingText,
     PluginHost,
     RunDirectory,
@@ -125,14 +125,15 @@ async def _by_hand(name: str, options: dict[str, Any], choice: Choice, block: Se
     with wrong_input():
         changes = {**_changes({}, task, name, options), "rollout": BY_HAND}
         config, host = launch.configure([], changes, block)
-        check_task(task, config.tasks[task], config, host)
+        parts = Parts(config, host, trains=False)
+        check_task(f"tasks.{task}", config.tasks[task], parts)
     transcript = Transcript(Console(highlight=False), echo=not sys.stdin.isatty())
 
     def show(text: str) -> None:
         transcript.line(text, "dim")
 
     with reported_to(lines_of_incidents(show)):
-        async with Tasks.start(config, host, LocalPlacement(host)) as tasks:
+        async with Tasks.start(parts) as tasks:
             environment = tasks.environments[task]
             if environment.runs_agents:
                 raise ConfigError(
@@ -179,14 +180,14 @@ async def _by_model(
         changes = _changes(of_run, task, name, options)
         if engine is not None:
             changes = merge({"engine": {"name": engine}}, changes)
-        config, host = launch.configure_target(found, changes, block, tasks=True)
+        parts = launch.configure_target(found, changes, block, tasks=True)
     transcript = Transcript(Console(highlight=False), echo=True)
     errors = Console(stderr=True)
 
     def show(text: str) -> None:
         errors.print(text, style="dim", markup=False, soft_wrap=True)
 
-    async with start_session(config, host, found, show) as session:
+    async with start_session(parts, found, show) as session:
         shown = ShownEnvironment(session.environments[task], transcript)
         streaming = asyncio.create_task(_stream(session, transcript))
         try:

@@ -21,13 +21,14 @@ from grpo_core import GrpoError, ModelError, errors
 from grpo_core.kit import (
     AsJson,
     Config,
+    Parts,
     PluginHost,
     Settings,
     Words,
     files,
     inert,
     launch,
-    model_source,
+    make,
     parse_settings,
     read_toml,
     scratch_directory,
@@ -257,14 +258,14 @@ def _of_plugins(host: PluginHost) -> Iterator[Check]:
 def _of_configuration(config: Config, host: PluginHost, gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
     about = f"{', '.join(config.tasks) or 'no task'} with model {config.model.path}"
     try:
-        launch.check_config(config, host)
+        make(config, host).close()
     except GrpoError as error:
         yield Check(name="configuration", found=about, status="problem", advice=str(error))
     else:
         yield Check(name="configuration", found=about)
     path = config.model.path
     try:
-        odd = launch.check_model(config, host)  # inconsistencies in the model's files
+        odd = launch.check_model(Parts(config, host))  # inconsistencies in the model's files
     except ModelError as error:
         yield Check(name="model", found=path, status="problem", advice=str(error))
     else:
@@ -306,7 +307,7 @@ def _model_directory(config: Config, host: PluginHost, scratch: Path) -> str | N
     """Return a directory with the model's config.json, or its hub id."""
     if not host.offers("model", config.model.path):
         return str(files.directory_here(config.model.path) or config.model.path)
-    describe_model = getattr(model_source(config.model, host), "configuration", None)
+    describe_model = getattr(Parts(config, host).model, "configuration", None)
     if describe_model is None:
         return None
     (scratch / "config.json").write_text(json.dumps(describe_model()))

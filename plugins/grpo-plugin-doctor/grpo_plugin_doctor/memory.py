@@ -10,6 +10,7 @@ import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,7 +74,7 @@ class Case:
     gpus: Sequence[machine.Gpu]
     """The GPUs; empty for models too small to query them."""
 
-    @property
+    @cached_property
     def parts(self) -> Parts:
         return Parts(self.config, self.host)
 
@@ -225,7 +226,7 @@ def smallest_change(case: Case) -> str:
 def certain_parts(case: Case) -> list[ProcessMemory]:
     """Return trainer and engines with the parts that are determined by the shapes of the parameters."""
     config, parts = case.config, case.parts
-    placement, engines = parts.placement(), parts.engines()
+    placement, engines = parts.placement, parts.engines
     on_gpus = {} if placement.remote else engines
     count = len(case.gpus) or gpu_choice.visible()
     joined = gpu_choice.joined_to_trainer(on_gpus, case.host)
@@ -240,7 +241,7 @@ def certain_parts(case: Case) -> list[ProcessMemory]:
     found: list[ProcessMemory] = []
     trainer = case.host.find("trainer", config.trainer.name)
     if trainer.offer.memory is not None and parts.trainer_here is not None:
-        transport = find_transport(parts.transport(placement), case.host)
+        transport = find_transport(parts.transport, case.host)
         of_trainer = _trainer_parts(case, trainer.loaded(trainer.offer.memory), dtype, transport.on_device)
         found += _ranks(of_trainer, parts.ranks, case.device, seen(devices.trainer))
     for key, engine in on_gpus.items():
@@ -431,7 +432,7 @@ def footprint(
     bases = {"trainer": machine.resident()}
     case = Case(config, host, directory, model.tensors, gpus)
     processes = certain_parts(case)
-    remote = case.parts.placement().remote
+    remote = case.parts.placement.remote
     elsewhere = ["engine"] * remote + ["trainer"] * (case.parts.trainer_here is None)
     missing = _undeclared(config, processes, elsewhere)
     found = [ProcessMemory(name="main", parts=(_base(main), *_copies(config, processes)))]

@@ -174,7 +174,7 @@ def _prepare_files(who: str, setup: EngineSetup) -> None:
 
 
 class RayEngine:
-    """An ``Engine`` in a Ray worker, which starts immediately.
+    """An ``Engine`` in a Ray worker, which ``started`` or the first ``update_weights`` starts.
 
     Accepts weights from ``Store.hold``.  After the death of the worker all calls raise EngineError; a pool
     then replaces the engine.
@@ -200,8 +200,8 @@ class RayEngine:
         self._store = store
         self._resources = resources
         self._deadline = made_from.setup.deadline
-        actor: Any = load().remote(EngineWorker)
-        self._worker = actor.options(max_restarts=0, **resources).remote(name, made_from)
+        self._made_from = made_from
+        self._worker: Any = None
         self._started = False
         self._tickets = itertools.count()
         self._open: dict[int, asyncio.Future[Completion]] = {}
@@ -210,6 +210,13 @@ class RayEngine:
         self._scheduled = False
         self._collector: asyncio.Task[None] | None = None
         self._death: EngineError | None = None
+
+    async def started(self) -> None:
+        """Start the worker without waiting for it."""
+        if self._worker is None:
+            actor: Any = load().remote(EngineWorker)
+            options = actor.options(max_restarts=0, **self._resources)
+            self._worker = options.remote(self._name, self._made_from)
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Return one completion for each request, in order.  Raises EngineError.  Cancelling is allowed."""
@@ -230,6 +237,7 @@ class RayEngine:
         time; PluginError if its software differs from the driver's.
         """
         self._alive()
+        await self.started()
         if not self._started:
             seconds = START_SHARE * self._deadline
             try:
@@ -257,7 +265,8 @@ class RayEngine:
             if self._started and already is None:
                 await self._call("aclose")
         finally:
-            load().kill(self._worker)
+            if self._worker is not None:
+                load().kill(self._worker)
 
     # ------------------------------------------------------------------------------ the worker
 

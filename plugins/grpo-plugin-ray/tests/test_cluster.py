@@ -33,7 +33,7 @@ def test_the_placement_is_chosen_by_name_and_loads_no_ray():
         "from grpo_core.app.parts import Parts\n"
         "from grpo_core.plugins.host import PluginHost\n"
         "chosen = PlacementConfig(name='ray', options={'address': 'auto'})\n"
-        "made = Parts(Config(placement=chosen), PluginHost.discover()).placement()\n"
+        "made = Parts(Config(placement=chosen), PluginHost.discover()).placement\n"
         "made.check(None, {'engine': EngineConfig(gpus_per_worker=1, env_vars={'A': '1'})})\n"
         "assert made.pooled and made.remote\n"
         "assert 'ray' not in sys.modules\n"

@@ -13,13 +13,9 @@ import numpy as np
 import pytest
 from plane_runs import nothing_is_lost_or_left, the_same_is_trained_with
 
-from grpo_core.config import Config
-
 pytest.importorskip("grpo_plugin_ray")
 
-from grpo_core.app.parts import Parts
 from grpo_core.app.placement import LocalPlacement
-from grpo_core.config import DataPlaneConfig
 from grpo_core.contracts.errors import DataPlaneError, SelectionError
 from grpo_core.contracts.records import Group, Prompt, Rollout, Segment
 from grpo_core.contracts.tokens import Tokens, fetched
@@ -37,7 +33,7 @@ needs_ray = [
 
 
 def made(placement) -> RayPlane:
-    return Parts(Config(data_plane=DataPlaneConfig(name="ray")), PluginHost.discover()).data_plane(placement)
+    return PluginHost.discover().make("data_plane", "ray", placement)
 
 
 def test_tokens_go_to_a_cluster_only_if_the_run_has_one():

@@ -23,7 +23,7 @@ from test_ranks import batch, batches, hung, killed_in_a_call, model, ragged, ru
 pytest.importorskip("grpo_plugin_ray")
 
 from grpo_core import ConfigError, PluginError, TrainerError
-from grpo_core.app.preflight import check
+from grpo_core.app.make import make
 from grpo_core.kit import launch, parse_settings, read_weights
 from grpo_plugin_ray import trainer as ray_trainer
 from grpo_plugin_ray.cluster import ENVIRON, ENVIRON_ALONE
@@ -55,11 +55,11 @@ CHOSEN = ["--set", "trainer.name=ray", "--set", "trainer.options.spread=true"]
 )
 def test_what_a_trainer_in_workers_cannot_use_is_refused_before_anything_starts(settings, message):
     with pytest.raises((ConfigError, PluginError), match=message):
-        check(*chosen(settings))
+        make(*chosen(settings))
 
 
 def test_any_number_of_ranks_with_gpus_is_left_to_ray():
-    check(*chosen(["trainer.ranks=16"]))
+    make(*chosen(["trainer.ranks=16"]))
 
 
 def chosen(settings: list[str]) -> Any:

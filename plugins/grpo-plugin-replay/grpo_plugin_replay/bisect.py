@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from grpo_core import ConfigError, Group, Rollout
-from grpo_core.kit import resume, say
+from grpo_core.kit import launch, say
 from grpo_plugin_replay.history import History, first_metric, first_tensor, read
 
 NAMES = {
@@ -42,9 +42,9 @@ def bisect(run_a: Path, run_b: Path, /) -> int:
     if not last:
         raise ConfigError(f"{run_a} and {run_b}: one of them has made no step yet")
     mine, its = (each.step(last).table for each in (one, other))
-    for key, a, b in resume.differences(mine, its):
+    for key, a, b in launch.differences(mine, its):
         if key.partition(".")[0] not in ELSEWHERE:
-            say(f"configuration: {key} is {resume.shown(a)} and {resume.shown(b)}")
+            say(f"configuration: {key} is {launch.shown(a)} and {launch.shown(b)}")
     notes: dict[Path, list[str]] = {}
     for step in range(1, last + 1):
         if found := difference(one, other, step, notes):

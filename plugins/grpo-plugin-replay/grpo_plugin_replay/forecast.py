@@ -162,7 +162,7 @@ def forecast(
 
         pipeline = Pipeline(
             buffer=parts.buffer(),
-            prompts=PromptStream(sampler=parts.sampler(), loaders=loaders, name=config.sampler.name),
+            prompts=PromptStream(sampler=parts.sampler, loaders=loaders, name=config.sampler.name),
             engine=engine,
             playing=evolve(parts.playing(environments, renderer), seed=seed),
             learning=parts.learning(),

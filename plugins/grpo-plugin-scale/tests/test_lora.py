@@ -19,8 +19,8 @@ from test_cli import events, grpo, refused
 from test_trainer import batch, in_bfloat16, model, ragged, same, save, weights
 from test_trainer import setup as full_setup
 
-from grpo_core.app import preflight
 from grpo_core.app.launch import configure
+from grpo_core.app.make import make
 from grpo_core.config import as_table, build, parse_settings, read_toml
 from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.errors import CheckpointError, ConfigError, ModelError, WeightSyncError
@@ -426,10 +426,10 @@ def test_a_target_that_can_have_no_adapter_is_refused_in_one_line(
 
 def test_lora_without_peft_is_one_line_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     config, host = configure([], parse_settings(["model.lora.rank=4"], SORT))
-    preflight.check(config, host)
+    make(config, host)
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError) as raised:
-        preflight.check(config, host)
+        make(config, host)
     assert str(raised.value) == "model.lora needs the package peft: pip install 'grpo-core[lora]'"
 
 
@@ -438,7 +438,7 @@ def test_a_reference_that_adapters_cannot_hold_is_refused() -> None:
     settings += ["trainer.reference_every=5", "trainer.reference_mix=0.5"]
     config, host = configure([], parse_settings(settings, SORT))
     with pytest.raises(ConfigError, match=r"trainer.reference_mix = 0.5 mixes two sets"):
-        preflight.check(config, host)
+        make(config, host)
 
 
 def test_an_empty_section_turns_lora_on(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import grpo_core as grpo
 from grpo_core import losses
-from grpo_core.kit import launch
+from grpo_core.kit import launch, make
 from grpo_plugin_tinker.checks import service_loss
 from grpo_plugin_tinker.model import HostedModel
 from grpo_plugin_tinker.section import TinkerConfig
@@ -25,7 +25,7 @@ def configured(changes=(), model="tinker:some/model"):
 
 def test_a_hosted_model_selects_its_engine_and_trainer():
     config, host = configured()
-    launch.check_config(config, host)
+    make(config, host)
     assert (config.engine.name, config.trainer.name) == ("tinker", "tinker")
     assert config.trainer.options == {"base_model": "some/model"}
 
@@ -53,20 +53,20 @@ def test_what_the_service_cannot_do_is_said_before_anything_starts(changes, mess
     for name in ("TINKER_API_KEY", "TINKER_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(grpo.ConfigError, match=message):
-        launch.check_config(*configured(changes))
+        make(*configured(changes))
 
 
 def test_a_wrong_key_is_refused_and_not_repeated(monkeypatch):
     monkeypatch.setenv("TINKER_API_KEY", "sk-secret")
     with pytest.raises(grpo.ConfigError, match="which begins with") as error:
-        launch.check_config(*configured())
+        make(*configured())
     assert "secret" not in str(error.value)
 
 
 def test_a_run_needs_the_name_of_the_model_at_the_service():
     changes = {"engine": {"name": "tinker"}, "trainer": {"name": "tinker"}}
     with pytest.raises(grpo.ConfigError, match=r"trainer\.options\.base_model is missing"):
-        launch.check_config(*configured(changes, model="tiny"))
+        make(*configured(changes, model="tiny"))
 
 
 def test_the_model_is_a_tokenizer_without_weights(tmp_path):

@@ -28,9 +28,7 @@ from plane_runs import nothing_is_lost_or_left, the_same_is_trained_with, train
 from test_planes import group as group_of
 from test_planes import sent
 
-from grpo_core.app.parts import Parts
 from grpo_core.app.placement import LocalPlacement
-from grpo_core.config import Config, DataPlaneConfig
 from grpo_core.contracts.errors import ConfigError, DataPlaneError
 from grpo_core.contracts.records import Group, Prompt, Rollout, Segment
 from grpo_core.contracts.tokens import Tokens, fetched
@@ -69,7 +67,7 @@ def test_tokens_go_to_a_cluster_only_if_the_run_has_one():
 def test_without_transferqueue_the_message_says_what_to_install():
     host = PluginHost.discover()
     with pytest.raises(ConfigError, match=r"transfer_queue is not installed: pip install TransferQueue"):
-        Parts(Config(data_plane=DataPlaneConfig(name="transferqueue")), host).data_plane(Cluster())
+        host.make("data_plane", "transferqueue", Cluster())
 
 
 @pytest.mark.slow
@@ -153,8 +151,7 @@ def told(story, **options) -> None:
     """Run a story with a plane that has been started."""
 
     async def with_a_plane() -> None:
-        made = DataPlaneConfig(name="transferqueue", options=options)
-        plane = Parts(Config(data_plane=made), PluginHost.discover()).data_plane(Cluster())
+        plane = PluginHost.discover().make("data_plane", "transferqueue", Cluster(), **options)
         await plane.started()
         try:
             await story(plane)

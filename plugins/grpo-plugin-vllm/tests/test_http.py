@@ -27,8 +27,8 @@ from grpo_core import (
     Unavailable,
     WeightSyncError,
 )
-from grpo_core.app.placement import LocalPlacement
-from grpo_core.app.workers import make_engine, transport, workers_of
+from grpo_core.app.parts import Parts
+from grpo_core.config import Config
 from grpo_core.contracts.records import Canary, TensorPart, Weights
 from grpo_core.kit import EngineConfig, PluginHost, SharedMemoryWriter, read_weights, reported_to
 from grpo_core.loop import canary
@@ -323,8 +323,8 @@ def test_a_server_that_shares_no_files_receives_the_weights_from_the_trainer_its
         assert server.bodies[6]["update_info"]["location"] == sent.location
 
     played(story)
-    section, host = EngineConfig(name="vllm:http", transport="collective"), PluginHost.discover()
-    assert transport(section, None, LocalPlacement(host), host) == "collective"
+    section = EngineConfig(name="vllm:http", transport="collective")
+    assert Parts(Config(engine=section), PluginHost.discover()).transport == "collective"
 
 
 # ---------------------------------------------------------------------------------- what goes wrong
@@ -856,17 +856,9 @@ def played_on(story, n=2, **options):
         async with contextlib.AsyncExitStack() as stack:
             servers = [await stack.enter_async_context(Server()) for _ in range(n)]
             given = {"url": [server.url for server in servers], **options}
-            config, host = (
-                EngineConfig(name="vllm:http", options=given),
-                PluginHost.discover(["scale", "vllm"]),
-            )
-            engine = make_engine(
-                config,
-                EngineSetup(model="m", deadline=20.0),
-                LocalPlacement(host),
-                host,
-                tolerance=Tolerance(),
-            )
+            config = EngineConfig(name="vllm:http", options=given)
+            parts = Parts(Config(), PluginHost.discover(["scale", "vllm"]))
+            engine = parts.engine(config, EngineSetup(model="m", deadline=20.0))
             stack.push_async_callback(engine.aclose)
             await engine.update_weights(weights(1))
             await story(engine, servers)
@@ -955,13 +947,15 @@ def test_what_a_server_that_dies_has_not_answered_goes_to_another_and_it_is_wait
 )
 def test_addresses_are_checked_before_anything_starts(options, told):
     with pytest.raises(ConfigError, match=told):
-        workers_of(EngineConfig(name="vllm:http", options=options), PluginHost.discover(["scale", "vllm"]))
+        Parts(Config(), PluginHost.discover(["scale", "vllm"])).workers_of(
+            EngineConfig(name="vllm:http", options=options)
+        )
 
 
 def test_another_number_of_workers_than_of_addresses_is_refused():
     config = EngineConfig(name="vllm:http", options={"url": ["http://[::1]:1", "http://[::1]:2"]}, workers=3)
     with pytest.raises(ConfigError, match=r"engine\.workers = 3: the options .* describe 2; leave out"):
-        workers_of(config, PluginHost.discover(["scale", "vllm"]))
+        Parts(Config(), PluginHost.discover(["scale", "vllm"])).workers_of(config)
 
 
 # ---------------------------------------------------------------------------------- the key

@@ -157,6 +157,12 @@ class EnginePool:
             found |= {f"{key}/{name}": value for key, value in engine_metrics(member.engine).items()}
         return found
 
+    async def started(self) -> None:
+        """Start the members' engines without waiting for them."""
+        for each in self._members:
+            if (start := getattr(each.engine, "started", None)) is not None:
+                await start()
+
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Return one completion for each request, in order.
 

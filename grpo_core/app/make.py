@@ -1,4 +1,4 @@
-"""Checks all parts that a configuration names before a process starts or a model is read."""
+"""Makes and checks all parts that a configuration names; no process starts and no model is read."""
 
 from __future__ import annotations
 
@@ -10,26 +10,14 @@ from math import lcm
 from pathlib import Path
 from typing import cast
 
+from attrs import evolve
+
 from grpo_core.app.data import check_data
-from grpo_core.app.model_sources import model_source
+from grpo_core.app.model_sources import teacher_model
 from grpo_core.app.parts import Parts
-from grpo_core.app.target import teacher_model
-from grpo_core.app.workers import of_task, workers_of
-from grpo_core.config import (
-    CUTS,
-    Config,
-    EnvironmentConfig,
-    TaskConfig,
-    ValidationConfig,
-)
-from grpo_core.config.idle import (
-    CLUSTER,
-    MEASURED,
-    OF_LOSS,
-    WEIGHING,
-    idle_keys,
-)
-from grpo_core.contracts.errors import ConfigError, did_you_mean, plugin_errors
+from grpo_core.config import CUTS, Config, EnvironmentConfig, TaskConfig, ValidationConfig
+from grpo_core.config.idle import CLUSTER, MEASURED, OF_LOSS, WEIGHING, idle_keys
+from grpo_core.contracts.errors import ConfigError, did_you_mean, plugin_errors, wrong_input
 from grpo_core.contracts.loss import problems_of
 from grpo_core.data.samplers import plugin_state
 from grpo_core.loop.endings import Goal
@@ -56,12 +44,24 @@ def _stands_alone(name: str, host: PluginHost) -> bool:
         return False
 
 
-def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
-    """Raise ConfigError, PluginError or ModelError for the first invalid choice.
+def make(config: Config, host: PluginHost, *, trains: bool = True) -> Parts:
+    """Make the parts, to train or to play alone; close them if one of them cannot be made.
 
     The modules of the selected plugins are imported, except environments offered as a string: they may load
-    only in their own process.
+    only in their own process.  Raises ConfigError, PluginError or ModelError for the first invalid choice.
     """
+    parts = Parts(config, host, trains)
+    with wrong_input():
+        try:
+            _make(parts)
+        except BaseException:
+            parts.close()
+            raise
+    return parts
+
+
+def _make(parts: Parts) -> None:
+    config, host, trains = parts.config, parts.plugins, parts.trains
     if not config.tasks and (trains or not config.validation.sets):
         offered = sorted(f"{p.name}:{n}" for p in host.plugins for n in p.offers.get("environment", ()))
         whole = [name for name in offered if trains and not name.endswith("*")]
@@ -72,12 +72,10 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
             f"[tasks.NAME] in CONFIG.toml; {proposed}installed: "
             + (", ".join(offered) or "none (pip install grpo-plugin-math, for one)")
         )
-    parts = Parts(config, host)
-    remote = parts.placement().remote
     for name, task in config.tasks.items():
-        _check_environment(f"tasks.{name}", task, config.environment, host, remote=remote)
+        check_task(f"tasks.{name}", task, parts)
         check_data(f"tasks.{name}", name, task, host)
-    plugin_state(parts.sampler(), f"sampler {config.sampler.name!r}")  # or the first checkpoint would fail
+    plugin_state(parts.sampler, f"sampler {config.sampler.name!r}")  # or the first checkpoint would fail
     known = {
         "group_size": config.rollout.group_size,
         "betas": config.trainer.betas,
@@ -91,12 +89,17 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
                 host.check_values(cast(Kind, kind), name, options, **known)
     for engine in (config.engine, config.validation.engine):
         if engine is not None:
-            workers_of(engine, host)
-    if trains and (key := parts.text_engine()):
-        raise _no_tokens(key, parts.engines()[key].name)
-    _check_loss(parts)
-    if trains:
-        _check_teacher(parts)
+            parts.workers_of(engine)
+    if trains and (key := parts.text_engine):
+        raise ConfigError(
+            f"{key}.name = {parts.engines[key].name!r}: this engine returns text, but training needs tokens "
+            "and their logprobs; measure it with grpo-core validate, or choose an engine that holds the "
+            "model's weights, such as local or vllm"
+        )
+    if problems := problems_of(parts.loss.function, parts.loss.options, parts.loss_setting):
+        raise ConfigError(f"loss {config.loss.name!r}: " + "; ".join(problems))
+    if trains and "teacher" in parts.needs:
+        _check_teacher(config)
     if (section := model_section(config)) is not None:
         section.check(config)
     if config.model.attention and config.trainer.packing is True:
@@ -113,54 +116,32 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     # with sets, a key of [validation] may be meant for the strategy of one of them
     _check_strategy(config.validation, parts, {} if config.validation.sets else _cuts(config.validation))
     for name in config.validation.sets:
-        _check_set(name, parts, trains=trains)
+        _check_set(name, parts)
     check_trackers(config.tracking, host)
-    _check_placement(parts, trains=trains)
-    model_source(config.model, host).check()
+    _check_placement(parts)
+    parts.model.check()
     chat_template(config.model.chat_template)
     check_response_format(config.model.response_format)
 
 
-def _no_tokens(key: str, name: str) -> ConfigError:
-    return ConfigError(
-        f"{key}.name = {name!r}: this engine returns text, but training needs tokens and their logprobs; "
-        "measure it with grpo-core validate, or choose an engine that holds the model's weights, such as "
-        "local or vllm"
-    )
-
-
-def checks_of_plugins(config: Config, host: PluginHost) -> list[tuple[str, str]]:
+def preflight(parts: Parts) -> list[tuple[str, str]]:
     """Call the functions of ``grpo_preflight``; return causes and messages of their warnings.
 
     Raises GrpoError.
     """
+    host = parts.plugins
     found = []
     for plugin in host.plugins:
         for name, given in plugin.offers.get("preflight", {}).items():
             offer = Selected("preflight", name, plugin, given)
             function = offer.load()
             with plugin_errors(str(offer)):
-                found += [(name, message) for message in function(config, host)]
+                found += [(name, message) for message in function(parts.config, host)]
     return found
 
 
-def check_task(name: str, task: TaskConfig, config: Config, host: PluginHost) -> None:
-    """Raise ConfigError or PluginError if the environment of a task cannot be made on this machine."""
-    _check_environment(f"tasks.{name}", task, config.environment, host, remote=False)
-
-
-def _check_loss(parts: Parts) -> None:
-    """Raise ConfigError for options of the loss that are invalid, alone or with other sections."""
-    config = parts.config
-    if problems := problems_of(parts.loss.function, parts.loss.options, parts.loss_setting):
-        raise ConfigError(f"loss {config.loss.name!r}: " + "; ".join(problems))
-
-
-def _check_teacher(parts: Parts) -> None:
+def _check_teacher(config: Config) -> None:
     """Raise ConfigError if loss and teacher do not fit, and ModelError if the teacher is not a model."""
-    config = parts.config
-    if "teacher" not in parts.needs:
-        return
     if not config.teacher.path:
         raise ConfigError(
             f"the loss {config.loss.name!r} learns from a teacher: set teacher.path to a model's directory "
@@ -232,10 +213,10 @@ def interval_of(metric: str, config: Config, key: str) -> tuple[str, int]:
     )
 
 
-def _check_set(name: str, parts: Parts, *, trains: bool) -> None:
+def _check_set(name: str, parts: Parts) -> None:
     """Raise ConfigError or PluginError if a validation set cannot be measured."""
-    config, host = parts.config, parts.plugins
-    key, validation = f"validation.sets.{name}", config.validation
+    config, validation = parts.config, parts.config.validation
+    key = f"validation.sets.{name}"
     chosen, resolved = validation.sets[name], validation.of_set(name)
     if name in config.tasks:
         raise ConfigError(
@@ -246,24 +227,24 @@ def _check_set(name: str, parts: Parts, *, trains: bool) -> None:
         raise ConfigError(
             f"{key}.task is {chosen.task!r}; the tasks are {', '.join(config.tasks) or '(none)'}"
         )
-    if trains and chosen.every is None and not validation.every:
+    if parts.trains and chosen.every is None and not validation.every:
         raise ConfigError(
             f"{key} is never measured, since validation.every is 0: set {key}.every, to 0 if only "
             "`grpo-core validate` should measure it"
         )
-    remote = parts.placement().remote
     for environment in validation.environments([name]).values():
-        check_data(key, name, environment, host)
-        _check_environment(key, environment, config.environment, host, remote=remote)
+        check_task(key, environment, parts)
+        check_data(key, name, environment, parts.plugins)
     own = {cut: value for cut, value in _cuts(resolved).items() if getattr(chosen, cut) is not None}
-    _check_strategy(resolved, parts, own, key)
+    _check_strategy(resolved, parts, own, name)
 
 
 def _check_strategy(
-    validation: ValidationConfig, parts: Parts, cuts: Mapping[str, float], key: str = "validation"
+    validation: ValidationConfig, parts: Parts, cuts: Mapping[str, float], of_set: str = ""
 ) -> None:
     """Raise ConfigError or PluginError if a strategy cannot be made, or ignores the keys ``cuts``."""
-    strategy = parts.strategy(validation)
+    strategy = parts.strategy(validation, of_set)
+    key = f"validation.sets.{of_set}" if of_set else "validation"
     plugin_state(strategy, f"validation strategy {validation.name!r}")
     if cuts and getattr(strategy, "temperature", None) == 0:
         cut, value = next(iter(cuts.items()))
@@ -279,27 +260,25 @@ def _cuts(validation: ValidationConfig) -> dict[str, float]:
     return {cut: value for cut in CUTS if (value := getattr(validation, cut)) != getattr(usual, cut)}
 
 
-def _check_placement(parts: Parts, *, trains: bool) -> None:
-    placement = parts.placement()
-    placement.check(parts.trainer_here if trains else None, parts.engines(trains=trains), parts.ranks)
-    if trains:
+def _check_placement(parts: Parts) -> None:
+    parts.placement.check(parts.trainer_here if parts.trains else None, parts.engines, parts.ranks)
+    if parts.trains:
         needed, chosen = parts.place_of_trainer, parts.config.placement.name
         if needed and needed != chosen:
             raise ConfigError(
                 f'trainer.name = "{parts.config.trainer.name}" runs in the workers of placement.name = '
                 f'"{needed}", but placement.name is "{chosen}"; set it to "{needed}"'
             )
-        check_reader(parts.data_plane(placement), parts.config.data_plane.name)
-    parts.transport(placement)
+        check_reader(parts.data_plane, parts.config.data_plane.name)
 
 
 def _check_idle(parts: Parts) -> None:
     """Raise ConfigError for changed keys without effect."""
     config, host = parts.config, parts.plugins
-    sampler, placement = host.factory("sampler", config.sampler.name), parts.placement()
+    sampler = inspect.signature(host.factory("sampler", config.sampler.name)).parameters
     holds = {
-        CLUSTER: placement.remote,
-        WEIGHING: "weights" in inspect.signature(sampler).parameters,
+        CLUSTER: parts.placement.remote,
+        WEIGHING: "weights" in sampler,
         MEASURED: config.validation.measures,
         **{words: need in parts.needs for need, words in OF_LOSS.items()},
     }
@@ -311,40 +290,37 @@ def _check_idle(parts: Parts) -> None:
         raise ConfigError("\n".join(found))
 
 
-def _check_of_program(key: str, task: TaskConfig, config: EnvironmentConfig, selected: Selected) -> None:
-    """Raise ConfigError for settings that do not apply to an object on a thread of the program."""
-    if task.env_vars:
-        raise ConfigError(
-            f"{key}.env_vars: {selected.name!r} is an object of this program, which has its own environment "
-            "variables; set them there"
-        )
-    if (config.workers or 1) > 1 and selected.offer.once:
-        raise ConfigError(
-            f"environment.workers = {config.workers}: {selected.name!r} is one object; give its class, so "
-            "that each worker makes its own object"
-        )
+def of_task(config: EnvironmentConfig, task: TaskConfig) -> EnvironmentConfig:
+    """Return the environment section for a task, whose own keys take precedence."""
+    return evolve(config, python=task.python or config.python, env_vars={**config.env_vars, **task.env_vars})
 
 
-def _check_environment(
-    key: str, task: TaskConfig, config: EnvironmentConfig, host: PluginHost, *, remote: bool
-) -> None:
-    """Raise ConfigError or PluginError for an environment that cannot be made.
+def check_task(key: str, task: TaskConfig, parts: Parts) -> None:
+    """Raise ConfigError or PluginError if the environment of a task or of a set cannot be made.
 
     Another interpreter's packages are known only when the environment starts there.
     """
-    own = of_task(config, task)
-    if host.of_program(task.env) and (remote or own.python):
-        where = "a worker of the cluster" if remote else f"the interpreter {own.python}"
-        raise ConfigError(
-            f"{key}: {task.env!r} is an object of this program, which {where} does not have; write it into a "
-            "file, and give its name, as in env='./file.py:NAME'"
-        )
+    own, host, remote = of_task(parts.config.environment, task), parts.plugins, parts.placement.remote
     if host.of_program(task.env):
-        _check_of_program(key, task, own, host.find("environment", task.env))
+        if remote or own.python:
+            where = "a worker of the cluster" if remote else f"the interpreter {own.python}"
+            raise ConfigError(
+                f"{key}: {task.env!r} is an object of this program, which {where} does not have; write it "
+                "into a file, and give its name, as in env='./file.py:NAME'"
+            )
+        if task.env_vars:
+            raise ConfigError(
+                f"{key}.env_vars: {task.env!r} is an object of this program, which has its own environment "
+                "variables; set them there"
+            )
+        if (own.workers or 1) > 1 and host.find("environment", task.env).offer.once:
+            raise ConfigError(
+                f"environment.workers = {own.workers}: {task.env!r} is one object; give its class, so that "
+                "each worker makes its own object"
+            )
     from_here(own.env_vars, f"{key}.env_vars" if task.env_vars else "environment.env_vars")
     if own.python:
         if not remote:
             Interpreter.find(own.python)
-        return
-    if not isinstance(host.find("environment", task.env).offer.factory, str):
+    elif not isinstance(host.find("environment", task.env).offer.factory, str):
         host.check_options("environment", task.env, task.options)
