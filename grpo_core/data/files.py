@@ -351,7 +351,7 @@ def _moment(value: Any) -> Any:
     return value if getattr(value, "nanosecond", 1) else value.to_pydatetime()
 
 
-# ---------------------------------------------------------------------------------- files
+# ---------------------------------------------------------------------------------- files of tables
 
 
 def read_table(path: str, suffix: str, who: str) -> Table:
