@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from grpo_core.contracts.events import WarningRaised
 from grpo_core.contracts.records import Completion, Feedback, Group, Rollout, RunInfo
 from grpo_core.diagnosis.replies import Diagnosis, Replies
 from grpo_core.loop.health import WINDOW
+from grpo_core.reporting import trackers
 from grpo_core.reporting.trackers import call
 from grpo_core.testing import FakeEngine, FakeEnvironment, prompts
 
@@ -299,3 +302,22 @@ def test_a_run_that_learns_is_never_warned_about(seed):
             made.append(reply(0.3 * one + 0.7 * other, success=right, cut=cut, one=one, other=other))
         steps.append(step(made))
     assert all_causes(steps) == set()
+
+
+@pytest.mark.slow
+def test_a_run_without_the_diagnosis_trains_the_same_weights(tmp_path):
+    def weights_of(name, always):
+        program = tmp_path / f"{name}.py"
+        program.write_text(
+            "import sys\n"
+            "import grpo_core\n"
+            "from grpo_core.reporting import trackers\n"
+            f"trackers.ALWAYS = {always!r}\n"
+            "if __name__ == '__main__':\n"
+            "    grpo_core.train(env='math:sort', steps=2, output=sys.argv[1], trainer={'threads': 1},\n"
+            "        engine={'threads': 1}, pipeline={'policy': 'in_order', 'max_staleness': 0})\n"
+        )
+        subprocess.run([sys.executable, program, name], cwd=tmp_path, check=True, capture_output=True)
+        return [path.read_bytes() for path in sorted((tmp_path / name).rglob("*.safetensors"))]
+
+    assert weights_of("with", trackers.ALWAYS) == weights_of("without", ()) != []
