@@ -51,11 +51,12 @@ class SimulatedRanks(ScaledProcess):
         """Whether the run knows that the trainer has failed."""
         self.ranks: list[SimulatedRank] = []
         config = TrainerConfig(deadline=TRAINER_DEADLINE, updates_per_step=UPDATES)
-        super().__init__(TrainerSetup(trainer=config, sections=scaled(ranks=size)), self._start)
+        super().__init__(TrainerSetup(trainer=config, sections=scaled(ranks=size)), self._rank)
+        self.process = self._start()
         if isinstance(self.process, Together):
             self.process._layout = PADDED  # what the ranks say when they have started
 
-    def _start(self, target: str, setup: TrainerSetup, name: str) -> Any:
+    def _rank(self, target: str, setup: TrainerSetup, name: str) -> Any:
         self.ranks.append(SimulatedRank(setup.rank, name, self))
         return self.ranks[-1]
 
