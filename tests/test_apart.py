@@ -150,14 +150,15 @@ def test_a_key_at_the_address_of_another_rollout_ends_the_run(what, groups, tmp_
 
 CONVERSATION = """
 concurrency = 64
+BOTH = asyncio.Barrier(2)
 
 async def play(prompt, client):
     global SAID
-    SAID = [prompt.id]
-    for _ in range(3):
-        said = await asyncio.to_thread(talk, client, SAID)
-        SAID = [*SAID, said, "go on"]
-        await meet(2)
+    said = await asyncio.to_thread(talk, client, [prompt.id])
+    SAID = [prompt.id, said, "go on"]
+    await BOTH.wait()
+    await asyncio.to_thread(talk, client, SAID)
+    await BOTH.wait()
 
 def talk(client, said):
     messages = [{"role": ["user", "assistant"][i % 2], "content": text} for i, text in enumerate(said)]
