@@ -145,8 +145,8 @@ def test_options_of_what_is_not_here_stay_as_they_are(here):
 def test_a_factory_gets_a_path_where_it_expects_one_and_nothing_else_is_one(here):
     host = PluginHost.discover()
     made = host.make("environment", "./mine.py:Mine", **OPTIONS)
-    assert made.given == (Path("a.txt"), Path("../b"), [Path("c"), Path("/d")], "e.txt")
-    assert host.make("environment", "./mine.py:Mine", file=Path("a")).given == (Path("a"), None, [], "")
+    assert made.given == (here / "a.txt", here.parent / "b", [here / "c", Path("/d")], "e.txt")
+    assert host.make("environment", "./mine.py:Mine", file=Path("a")).given == (here / "a", None, [], "")
     for wrong in (3, ""):
         with pytest.raises(PluginError, match=rf"option 'file' is {wrong!r}; expected Path"):
             host.make("environment", "./mine.py:Mine", file=wrong)

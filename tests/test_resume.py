@@ -655,7 +655,7 @@ def test_a_teacher_with_other_weights_is_said(tmp_path):
 
 
 def test_a_time_limit_and_a_reference_that_act_otherwise_than_before_are_said(tmp_path):
-    kept = ["trainer.time_limit=60", "trainer.reference_every=2", "loss.options.kl_coefficient=0.1"]
+    kept = ["trainer.time_limit=60", "trainer.reference_every=2", "loss.options.kl.coefficient=0.1"]
     a_run(tmp_path / "run", settings=kept)
     notes = resumed(tmp_path / "run", "trainer.reference_every=0").notes
     assert any(

@@ -122,10 +122,10 @@ def test_a_transport_that_is_not_installed_is_refused_with_the_command_that_inst
     with pytest.raises(
         PluginError, match="there is no transport 'collective': pip install grpo-plugin-scale"
     ):
-        assert Parts(config, host).transport
+        assert Parts(config, host).transport()
     config = Config(engine=EngineConfig(transport_options={"ports": [1, 2]}))
     with pytest.raises(PluginError, match=r"transport 'shm' .* has no option 'ports'"):
-        assert Parts(config, host).transport
+        assert Parts(config, host).transport()
 
 
 @pytest.mark.parametrize("name", ["shm", "cuda_ipc", "collective"])

@@ -432,7 +432,7 @@ def transport(engine, validation, placement, host):
     """The transport that a configuration with these sections gets."""
     parts = Parts(Config(engine=engine, validation=ValidationConfig(engine=validation)), host)
     parts.placement = placement
-    return parts.transport
+    return parts.transport()
 
 
 @pytest.mark.parametrize(

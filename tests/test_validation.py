@@ -15,7 +15,7 @@ from test_pipeline import CountingEngine
 from grpo_core.config import EnvironmentConfig
 from grpo_core.contracts.errors import DeadlineExceeded, EngineError, PluginError, WeightSyncError
 from grpo_core.contracts.incidents import reported_to
-from grpo_core.contracts.records import Feedback, Prompt, Weights
+from grpo_core.contracts.records import Feedback, Judgement, Prompt, Weights
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.loop.rollout import SamplingParams
 from grpo_core.processes.aio import Slots
@@ -225,7 +225,7 @@ class Best(FakeEnvironment):
             groups.setdefault(episode.group, []).append(len(episode.reply))
         self.sizes.update(map(len, groups.values()))
         return [
-            Feedback(reward=float(len(groups[e.group]) > 1 and len(e.reply) == max(groups[e.group])))
+            Judgement(reward=float(len(groups[e.group]) > 1 and len(e.reply) == max(groups[e.group])))
             for e in episodes
         ]
 

@@ -471,7 +471,7 @@ def _trainer(run: Launch, model: StartModel, teacher: str, devices: Devices) -> 
         run.parts.trainer_setup(model.path, teacher),
         prepare=model.prepare,
         resume_from=str(run.found.directory) if run.found else None,
-        transport=run.parts.transport,
+        transport=run.parts.transport(),
         env_vars=devices.trainer,
         shares_gpu=bool(devices.shared),
         profile=str(run.directory.profile),

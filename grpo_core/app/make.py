@@ -270,6 +270,7 @@ def _check_placement(parts: Parts) -> None:
                 f'"{needed}", but placement.name is "{chosen}"; set it to "{needed}"'
             )
         check_reader(parts.data_plane, parts.config.data_plane.name)
+    parts.transport()
 
 
 def _check_idle(parts: Parts) -> None:

@@ -264,7 +264,6 @@ class Parts:
         dtype = section.options.get("dtype", "auto")
         return Tolerance(self.config.health.canary_tolerance, "" if dtype == "auto" else str(dtype))
 
-    @property
     def transport(self) -> str:
         """The transport of weights from the trainer to the engines.
 

@@ -252,11 +252,11 @@ class Judge:
         await asyncio.sleep(self.task.patience)
         told = f"no answer to 'evaluate' within {self.task.patience:g} s"
         report("deadline", self._name, f"{told}; it is started again")
-        return [Feedback(error=told)] * len(episodes)
+        return [Judgement(error=told)] * len(episodes)
 
     async def _raise(self, episodes: Sequence[Episode]) -> list[Feedback]:
         report("call_failed", self._name, "evaluate raised KeyError: 'answer'")
-        return [Feedback(error="evaluate raised KeyError: 'answer'")] * len(episodes)
+        return [Judgement(error="evaluate raised KeyError: 'answer'")] * len(episodes)
 
     def _judged(self, episode: Episode) -> Any:
         task = self.task

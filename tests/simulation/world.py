@@ -656,12 +656,12 @@ class SimulatedEnvironment:
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
         if self._is_away():
             gone = Unavailable("Connection refused")
-            return [Feedback(error=str(gone), unavailable=gone)] * len(episodes)
+            return [Judgement(error=str(gone), unavailable=gone)] * len(episodes)
         slow = self._dice.happens("slow_feedback")
         await asyncio.sleep(ENVIRONMENT_DEADLINE if slow else 0.05)
         if self._dice.happens("environment_garbage", fatal=True):
             self._tell(f"environment {self.task}: wrong number of feedback")
-            return [Feedback(reward=1.0)] * (len(episodes) + 1)
+            return [Judgement(reward=1.0)] * (len(episodes) + 1)
         if self._dice.happens("environment_death") and self.max_turns > 1:
             self._tell(f"environment {self.task}: its sessions are lost")
             self._lost |= self.sessions
@@ -692,16 +692,16 @@ class SimulatedEnvironment:
         held_out = prompt.id.startswith(HELD_OUT)
         fault = None if held_out else self._dice.pick("agent_error", "agent_hang", "nan_reward")
         if prompt.id in self._poisoned and not held_out:
-            return Feedback(error="ValueError: bad row")
+            return Judgement(error="ValueError: bad row")
         session, play = self.player.sessions[client.api_key]
         agent = SimulatedAgent(session, play, self._truth.law, prompt.messages)
         try:
             reply = await agent.play()
         except AgentError as error:
             judged = isinstance(error, LimitError) and play.given.seed % 2
-            return None if judged else Feedback(error=f"{type(error).__name__}: {error}")
+            return None if judged else Judgement(error=f"{type(error).__name__}: {error}")
         if fault == "agent_error":
-            return Feedback(error="ValueError: the agent fails in the end")
+            return Judgement(error="ValueError: the agent fails in the end")
         if fault == "agent_hang":
             await never()
         if play.given.seed % 2 or self.needs_group:

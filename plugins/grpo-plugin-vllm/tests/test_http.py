@@ -324,7 +324,7 @@ def test_a_server_that_shares_no_files_receives_the_weights_from_the_trainer_its
 
     played(story)
     section = EngineConfig(name="vllm:http", transport="collective")
-    assert Parts(Config(engine=section), PluginHost.discover()).transport == "collective"
+    assert Parts(Config(engine=section), PluginHost.discover()).transport() == "collective"
 
 
 # ---------------------------------------------------------------------------------- what goes wrong
