@@ -241,7 +241,7 @@ def certain_parts(case: Case) -> list[ProcessMemory]:
     found: list[ProcessMemory] = []
     trainer = case.host.find("trainer", config.trainer.name)
     if trainer.offer.memory is not None and parts.trainer_here is not None:
-        transport = find_transport(parts.transport, case.host)
+        transport = find_transport(parts.transport(), case.host)
         of_trainer = _trainer_parts(case, trainer.loaded(trainer.offer.memory), dtype, transport.on_device)
         found += _ranks(of_trainer, parts.ranks, case.device, seen(devices.trainer))
     for key, engine in on_gpus.items():
