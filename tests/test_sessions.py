@@ -16,7 +16,7 @@ from grpo_core.config import EnvironmentConfig
 from grpo_core.contracts.errors import PluginError, Unavailable
 from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.protocols import Environment, Tool
-from grpo_core.contracts.records import Episode, Feedback, Judgement, Prompt, SessionStart, Weights
+from grpo_core.contracts.records import Episode, Judgement, Prompt, SessionStart, Weights
 from grpo_core.environments.host import EnvironmentHost
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
@@ -173,8 +173,8 @@ def test_sessions_are_opened_played_and_closed_in_the_process(file):
         assert [v.done for v in answers] == [False, False, True]
         assert [v.messages[0]["content"] for v in answers[:2]] == ["2", "why!"]
         assert await environment.evaluate([saying("0"), saying("1")]) == [
-            Feedback(reward=2.0),
-            Feedback(reward=0.0),
+            Judgement(reward=2.0),
+            Judgement(reward=0.0),
         ]
         await environment.close(["0", "1", "no such session"])
         await environment.close(["0"])
