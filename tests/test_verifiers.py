@@ -309,7 +309,7 @@ def test_a_simulated_user_is_a_separate_model_and_is_not_trained():
         try:
             prompts = await everything(process)
             rollouts = await played(process, prompts[:3], lambda conversation: conversation[-2:])
-            return rollouts, (await user_session.aclose()).turns
+            return rollouts, len((await user_session.aclose()).turn_tokens)
         finally:
             await process.aclose()
             await server.aclose()
