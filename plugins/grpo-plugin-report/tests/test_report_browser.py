@@ -360,11 +360,7 @@ class TestReading:
             f"const box = {figure}.querySelector('svg').getBoundingClientRect();"
             "return [box.left, box.top + box.height / 2, box.width]"
         )
-        at = [
-            {"type": "pointerMove", "x": round(left + width * part), "y": round(top)} for part in (0.5, 0.75)
-        ]
-        drag = [at[0], {"type": "pointerDown", "button": 0}, at[1], {"type": "pointerUp", "button": 0}]
-        chromium._post("/actions", actions=[{"type": "pointer", "id": "mouse", "actions": drag}])
+        chromium.drag(left + width / 2, left + width * 0.75, top)
         labels = [int(one) for one in chromium.run(shown)]
         assert 40 < labels[0] < labels[-1] < 80
         assert not chromium.said()
