@@ -63,6 +63,10 @@ class Account:
         account = cls()
         if "cost" not in run.config:  # reading the events takes a while
             return None
+        if run.state == "measured":  # by ``grpo-core validate``, which has no events
+            account.add({"event": "RunStarted", "config": run.config})
+            for row in run.validations():
+                account.add({"event": "Validated", "version": row["step"], "results": {row["task"]: row}})
         for row in run.events(*EVENTS):
             account.add(row)
         return account if account.has_price else None
@@ -127,6 +131,9 @@ class Account:
             each + [f"{number(cost)} a point of {task}" for task, cost in self.per_point.items()]
         )
 
+    def __str__(self) -> str:
+        return ", ".join(filter(None, (self.total, self.rates)))
+
     def as_json(self) -> dict[str, Any]:
         return {
             "amount": self.amount,
@@ -176,7 +183,7 @@ class CostTracker(Tracker):
         )
         self._tell()
         if self._account.has_price and isinstance(event, events.StepEnded | events.Validated):
-            self._run.show("cost", ", ".join(filter(None, (self._account.total, self._account.rates))))
+            self._run.show("cost", str(self._account))
 
     def _tell(self) -> None:
         if self._account.has_price:

@@ -99,7 +99,7 @@ def list_(directories: list[Path] | None = None, /, *, as_json: AsJson = False) 
         learnt = ", ".join(f"{task} {score}" for task in each.scores if (score := _score(each, task)))
         started = f"{each.started:%Y-%m-%d %H:%M}" if each.started else ""
         name, tasks, size = str(each.path), "+".join(each.tasks), decimal(_nbytes(each.path))
-        cost = [_cost(each)] if priced else []
+        cost = [str(each.cost or "")] if priced else []
         table.append((name, each.state, tasks, _steps(each), learnt, started, *cost, size))
     say(_aligned(table))
     return 0
@@ -126,7 +126,7 @@ def compare(directories: list[Path], /) -> int:
         "steps": [_steps(each) for each in found],
         "seconds a step": ["" if each.seconds is None else f"{each.seconds:.3g}" for each in found],
         **{f"validation {task}": [_score(each, task) for each in found] for task in tasks},
-        **({"cost": [_cost(each) for each in found]} if any(each.cost for each in found) else {}),
+        **({"cost": [str(each.cost or "") for each in found]} if any(each.cost for each in found) else {}),
     }
     say(_aligned([(name, *cells) for name, cells in rows.items()]))
     return 0
@@ -237,7 +237,7 @@ def summary(path: Path) -> Summary:
         seconds=fmean(times) if times else None,
         started=run.started,
         config=config,
-        cost=Account.of(run) if "cost" in config else None,
+        cost=Account.of(run),
     )
 
 
@@ -277,10 +277,6 @@ def _unwanted(run: RunDirectory, keep: int) -> list[Path]:
 
 def _steps(each: Summary) -> str:
     return f"{each.step} of {each.steps}" if each.steps else str(each.step)
-
-
-def _cost(each: Summary) -> str:
-    return "" if each.cost is None else ", ".join(filter(None, (each.cost.total, each.cost.rates)))
 
 
 def _score(each: Summary, task: str) -> str:

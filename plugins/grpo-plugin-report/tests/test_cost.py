@@ -16,6 +16,7 @@ import grpo_plugin_report
 from grpo_core import Run, RunInfo
 from grpo_core.testing import check_config_sections
 from grpo_plugin_devkit.trackers import check_tracker
+from grpo_plugin_report import report
 from grpo_plugin_report.cost import Account, CostTracker
 
 GRPO = Path(sys.executable).with_name("grpo-core")
@@ -164,6 +165,9 @@ def test_a_run_stops_at_its_price_with_a_checkpoint_and_a_resumed_one_adds(tmp_p
     assert first["amount"] < row["cost"] <= last["amount"]
     assert last["per_step"] == pytest.approx(last["amount"] / row["step"])
     assert first["currency"] == "EUR"
+    head, line = subprocess.check_output([GRPO, "runs", "list", "run"], cwd=tmp_path, text=True).splitlines()
+    assert "cost" in head
+    assert str(Account.of(Run(tmp_path / "run"))) in line
 
 
 @pytest.mark.slow
@@ -191,6 +195,18 @@ def test_the_time_of_a_killed_run_is_paid_as_well(tmp_path):
     assert before == pytest.approx(seconds[0], abs=0.5)
     assert after == pytest.approx(sum(seconds), abs=0.5)
     assert Run(tmp_path / "run").metrics()[-1]["cost"] == pytest.approx(after, abs=2.0), "the tracker agrees"
+
+
+def test_the_tokens_of_a_measurement_have_a_price(tmp_path):
+    prices = '[cost]\nper_million_tokens = 10.0\ncurrency = "USD"\n[validation.options]\nn = 4\n'
+    (tmp_path / "config.toml").write_text(prices)
+    (tmp_path / "results.json").write_text("{}")
+    numbers = {"accuracy": 0.5, "prompts": 1000.0, "completion_tokens": 100.0}
+    row = {"step": 0, "time": 1.0} | {f"validation/sort/{name}": value for name, value in numbers.items()}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    account = Account.of(Run(tmp_path))
+    assert (account.total, account.rates) == ("4 USD", "")
+    assert "<b>4 USD</b>" in report.render(report.Files.read(tmp_path))
 
 
 def test_without_a_price_there_is_no_line(tmp_path):
