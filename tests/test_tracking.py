@@ -21,6 +21,7 @@ from grpo_core.contracts.events import (
     GroupFinished,
     GroupsReady,
     IncidentReported,
+    LineShown,
     PromptSkipped,
     RunEnded,
     RunStarted,
@@ -240,6 +241,17 @@ def test_a_sample_of_a_chat_is_the_reply_and_the_end_of_its_question():
 
 def test_lines_may_be_wanted_in_a_terminal_too():
     assert shown(terminal=True, view="lines") == shown(terminal=False)
+
+
+def test_a_line_of_a_tracker_stays_in_the_view_until_it_has_another_text():
+    events = [
+        LineShown(name="cost", text="12 USD"),
+        LineShown(name="cost", text="13 USD\x1b[2J"),
+    ]  # of a hostile currency
+    assert shown(terminal=False, events=events).splitlines() == ["cost: 12 USD", "cost: 13 USD␛[2J"]
+    view = shown(terminal=True, events=events)
+    assert re.search(r"^cost +13 USD", view, re.M)
+    assert "12 USD" not in view.splitlines()[-1]
 
 
 def test_a_quiet_view_says_what_went_wrong_and_nothing_else():

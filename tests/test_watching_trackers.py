@@ -12,7 +12,7 @@ from killing import SETTINGS, Run
 from recording import tracked
 
 import grpo_core as grpo
-from grpo_core.contracts.events import StatusChanged, StepEnded, WarningRaised
+from grpo_core.contracts.events import LineShown, StatusChanged, StepEnded, WarningRaised
 from grpo_core.reporting import trackers
 
 RUN = grpo.RunInfo(name="run", directory=Path("run"), config={})
@@ -30,6 +30,7 @@ def test_what_a_tracker_asks_of_its_run_does_nothing_outside_of_a_run():
     RUN.warn("strange")
     RUN.stop("enough")
     RUN.set_metrics({"strange": 1.0})
+    RUN.show("strange", "1")
 
 
 def test_warnings_metrics_and_the_stop_of_a_tracker_reach_its_run_from_its_thread():
@@ -40,6 +41,7 @@ def test_warnings_metrics_and_the_stop_of_a_tracker_reach_its_run_from_its_threa
         def event(self, event):
             if isinstance(event, StepEnded):
                 self.run.set_metrics({"seen": event.step})
+                self.run.show("seen", f"step {event.step}")
                 self.run.warn("strange")
                 self.run.stop("enough")
                 self.asked()
@@ -57,6 +59,9 @@ def test_warnings_metrics_and_the_stop_of_a_tracker_reach_its_run_from_its_threa
         assert running.metrics() == {"seen": 3.0}
 
     tracked({"heard": heard}, story)
+    assert [(each.name, each.text) for each in heard.events if isinstance(each, LineShown)] == [
+        ("seen", "step 3")
+    ]
     assert ends == ["enough"]
     (warning,) = [event for event in heard.events if isinstance(event, WarningRaised)]
     assert (warning.step, warning.cause, warning.message) == (3, "tracker 'watch'", "strange")

@@ -60,6 +60,13 @@ class Browser:
         actions = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
         self._post("/actions", actions=[{"type": "key", "id": "keyboard", "actions": actions}])
 
+    def drag(self, begin: float, end: float, y: float) -> None:
+        """Drag the mouse between two places of the window at the same height."""
+        moves = [{"type": "pointerMove", "x": round(x), "y": round(y)} for x in (begin, end)]
+        down, up = ({"type": f"pointer{name}", "button": 0} for name in ("Down", "Up"))
+        mouse = {"type": "pointer", "id": "mouse", "actions": [moves[0], down, moves[1], up]}
+        self._post("/actions", actions=[mouse])
+
     def narrow(self, width: int) -> None:
         """Show pages as a phone with this width does; a window cannot be as narrow."""
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": True}

@@ -31,6 +31,14 @@ class StatusChanged(Event):
 
 
 @frozen(kw_only=True)
+class LineShown(Event):
+    """A tracker has a line for the terminal, which replaces the one that it named so before; not recorded."""
+
+    name: str
+    text: str
+
+
+@frozen(kw_only=True)
 class StageBegan(Event):
     """The loop enters another stage; recorded only in ``timeline.jsonl``, as a span of the loop."""
 

@@ -580,11 +580,13 @@ class RunInfo:
     """The newest version that was validated before that step was saved; a later one is validated again."""
     warn: Callable[..., None] = field(default=_unheard, eq=False, repr=False)
     """``warn(text, cause=..., step=...)`` shows a warning and records it; without more arguments its cause is
-    the tracker, and its step the newest one.  May be called on any thread, as may the next two."""
+    the tracker, and its step the newest one.  May be called on any thread, as may the others."""
     stop: Callable[[str], None] = field(default=_unheard, eq=False, repr=False)
     """Ends the run after its step, with a checkpoint, for a reason that the end of the run names."""
     set_metrics: Callable[[Mapping[str, float]], None] = field(default=_unheard, eq=False, repr=False)
     """Adds numbers to the metrics of all following steps; each stays until it is set again."""
+    show: Callable[[str, str], None] = field(default=_unheard, eq=False, repr=False)
+    """``show(name, text)`` shows a line in the terminal, in place of the one with this name."""
 
 
 # ---------------------------------------------------------------------------------- rollouts and training

@@ -83,7 +83,7 @@ class FilesTracker(Tracker):
                 with _named(Path(self._timeline.name)):
                     self._timeline.writelines(timeline_lines(event))
                 return
-            case events.StageBegan():
+            case events.StageBegan() | events.LineShown():
                 return
             case events.ValidationPlayed():
                 self._write_rollouts(VALIDATION, event.version, event.groups)

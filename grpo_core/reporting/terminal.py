@@ -242,6 +242,8 @@ class TerminalTracker(Tracker):
         self._survived: Counter[str] = Counter()
         """Number of incidents by kind."""
         self._lines = Lines()
+        self._shown: dict[str, str] = {}
+        """Lines of trackers, by name."""
         self._sample: tuple[str, str, float] | None = None
         if run.resumed_from is not None:
             self._refill(run)
@@ -306,6 +308,9 @@ class TerminalTracker(Tracker):
                     self._line(f"validation of version {event.version}: {task}: {as_line(metrics)}")
             case events.Saved():
                 self._line(f"saved {event.directory}")
+            case events.LineShown():
+                self._shown = self._shown | {event.name: event.text}
+                self._line(f"{event.name}: {event.text}")
             case events.WarningRaised() if event.cause not in self._warned:
                 self._warned.add(event.cause)
                 self.say(f"warning, step {event.step}: {event.message}")
@@ -418,6 +423,7 @@ class TerminalTracker(Tracker):
             rows.append((f"validation {task}", self._scores[task], picture))
         if self._recent:
             rows += [*self._learning(), *self._speeds()]
+        rows += [(name, text, Text()) for name, text in self._shown.items()]
         if self._survived:
             rows.append(("recovered", "", Text(f"from {by_kind(self._survived)}", style="dim")))
         if self._sample:

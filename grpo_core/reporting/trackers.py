@@ -99,7 +99,11 @@ class Trackers:
             numbers = {str(key): float(value) for key, value in values.items()}
             self._in_loop(partial(self._metrics.update, numbers))
 
-        return evolve(run, warn=warn, stop=stop, set_metrics=set_metrics)
+        def show(name: str, text: str) -> None:
+            line = events.LineShown(step=self.step, name=str(name), text=str(text))
+            self._in_loop(partial(self.emit, line))
+
+        return evolve(run, warn=warn, stop=stop, set_metrics=set_metrics, show=show)
 
     def metrics(self) -> Mapping[str, float]:
         """Return the numbers that trackers have set."""

@@ -17,6 +17,7 @@ from attrs import field, frozen
 
 from grpo_core import ConfigError, Run, RunInfo, Tracker
 from grpo_plugin_report import browsing, lanes
+from grpo_plugin_report.cost import Account, sampled
 from grpo_plugin_report.curves import charts, tasks_of
 from grpo_plugin_report.explain.causes import Finding
 from grpo_plugin_report.explain.decisions import explained
@@ -165,9 +166,7 @@ def tiles(files: Files) -> list[tuple[str, str, str]]:
     """Return label, value and explanation of each number at the top of the page."""
     facts, steps = files.facts, files.steps
     seconds = facts.of("time/step").total
-    generated = sum(
-        plain(row.get("tokens_per_second/generation")) * plain(row.get("time/step")) for row in steps
-    )
+    generated = sum(map(sampled, steps))
     done = steps[-1].get("step", len(steps)) if steps else 0
     tiles = [
         ("steps", f"{done} of {facts.planned}" if facts.planned else f"{done}", ""),
@@ -181,6 +180,8 @@ def tiles(files: Files) -> list[tuple[str, str, str]]:
             ("engines at work", f"{plays:.0%}", f"of the time; the trainer {trains:.0%}"),
             ("staleness", f"{plain(stale):.2f}", f"steps; at most {plain(most):.0f}"),
         ]
+    if (cost := Account.of(files.run)) is not None:
+        tiles.append(("cost", cost.total, cost.rates))
     return tiles
 
 

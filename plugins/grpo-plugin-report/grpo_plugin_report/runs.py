@@ -34,6 +34,7 @@ from grpo_core.kit import (
     say,
 )
 from grpo_plugin_report import arms
+from grpo_plugin_report.cost import Account
 
 RUNS, CONFIG = Path("runs"), "config.toml"
 
@@ -56,6 +57,8 @@ class Summary:
     """Mean time of a step, formatted like on a page."""
     started: datetime | None = None
     config: Mapping[str, Any] = field(factory=dict)
+    cost: Account | None = None
+    """What it has cost, if it has a price."""
 
 
 # ---------------------------------------------------------------------------------- commands
@@ -88,12 +91,16 @@ def list_(directories: list[Path] | None = None, /, *, as_json: AsJson = False) 
     if not found:
         say(f"there are no runs in {', '.join(map(str, directories))}")
         return 0
-    table = [("run", "state", "tasks", "steps", "learnt", "started", "size")]
+    priced = any(each.cost for each in found)
+    table: list[tuple[str, ...]] = [
+        ("run", "state", "tasks", "steps", "learnt", "started", *(["cost"] if priced else []), "size")
+    ]
     for each in found:
         learnt = ", ".join(f"{task} {score}" for task in each.scores if (score := _score(each, task)))
         started = f"{each.started:%Y-%m-%d %H:%M}" if each.started else ""
         name, tasks, size = str(each.path), "+".join(each.tasks), decimal(_nbytes(each.path))
-        table.append((name, each.state, tasks, _steps(each), learnt, started, size))
+        cost = [str(each.cost or "")] if priced else []
+        table.append((name, each.state, tasks, _steps(each), learnt, started, *cost, size))
     say(_aligned(table))
     return 0
 
@@ -119,6 +126,7 @@ def compare(directories: list[Path], /) -> int:
         "steps": [_steps(each) for each in found],
         "seconds a step": ["" if each.seconds is None else f"{each.seconds:.3g}" for each in found],
         **{f"validation {task}": [_score(each, task) for each in found] for task in tasks},
+        **({"cost": [str(each.cost or "") for each in found]} if any(each.cost for each in found) else {}),
     }
     say(_aligned([(name, *cells) for name, cells in rows.items()]))
     return 0
@@ -229,6 +237,7 @@ def summary(path: Path) -> Summary:
         seconds=fmean(times) if times else None,
         started=run.started,
         config=config,
+        cost=Account.of(run),
     )
 
 
@@ -307,4 +316,5 @@ def _as_json(each: Summary) -> dict[str, Any]:
         },
         "seconds_per_step": each.seconds,
         "started": each.started.isoformat(timespec="seconds") if each.started else None,
+        "cost": each.cost and each.cost.as_json(),
     }

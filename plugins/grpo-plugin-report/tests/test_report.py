@@ -123,7 +123,7 @@ def test_a_finished_run_leaves_a_report_of_its_learning(tmp_path):
                  "engines at work", "75%", "of the time; the trainer 50%", "max_staleness is 1", "52341=",
                  "54321", "[tasks.sort]"):  # fmt: skip
         assert told in page.text, told
-    assert re.search(r"tokens generated\s*8M", page.text), "a million per second, in four steps, 2 s each"
+    assert re.search(r"tokens generated\s*6M", page.text), "a million per second, 1.5 s of each of four steps"
 
 
 @pytest.mark.long

@@ -332,6 +332,39 @@ class TestReading:
         assert chromium.run("return document.querySelector('#browser h2').getBoundingClientRect().top") < 100
         assert chromium.run("return location.hash") == before
 
+    def test_a_curve_is_zoomed_by_keys_buttons_and_a_mouse(self, chromium, tmp_path):
+        steps = [StepEnded(step=n, metrics={"loss": n / 100}) for n in range(1, 101)]
+        record(tmp_path / "run", [*steps, RunEnded(step=100, reason="finished")])
+        opened(chromium, tmp_path / "run")
+        figure = "[...document.querySelectorAll('.Health figure')].at(-1)"
+        shown = f"return [...{figure}.querySelectorAll('.steps text')].map(one => one.textContent)"
+        clip = f"return {figure}.querySelector('.plot').getAttribute('clip-path')"
+        path = f"return {figure}.querySelector('.line').getAttribute('d')"
+        whole, drawn = chromium.run(shown), chromium.run(path)
+        chromium.run(f"{figure}.querySelector('svg').focus()")
+        chromium.press("\ue010", "+", "+", "+")  # the last step
+        assert (chromium.run(shown)[0], chromium.run(shown)[-1]) == ("90", "100")
+        assert chromium.run(clip).startswith("url(#plot-")
+        assert chromium.run(path) != drawn
+        chromium.press("\ue011")  # the first step, to which it moves
+        assert "step 1\n" in chromium.run(f"return {figure}.querySelector('.tip').textContent")
+        assert int(chromium.run(shown)[-1]) < 20
+        chromium.press("-", "-", "-")
+        assert (chromium.run(shown), chromium.run(clip), chromium.run(path)) == (whole, None, drawn)
+        chromium.run(f"{figure}.querySelector('.zoom button').click()")
+        assert chromium.run(clip)
+        chromium.press("\ue00c")  # escape
+        assert chromium.run(clip) is None
+        chromium.run(f"{figure}.scrollIntoView({{block: 'center'}})")
+        left, top, width = chromium.run(
+            f"const box = {figure}.querySelector('svg').getBoundingClientRect();"
+            "return [box.left, box.top + box.height / 2, box.width]"
+        )
+        chromium.drag(left + width / 2, left + width * 0.75, top)
+        labels = [int(one) for one in chromium.run(shown)]
+        assert 40 < labels[0] < labels[-1] < 80
+        assert not chromium.said()
+
     @pytest.mark.parametrize(
         ("colour", "classes"),
         [("logprob", ["logprob-1", "logprob-4", "unsampled", "logprob-5"]),

@@ -1,9 +1,11 @@
-for (const figure of document.querySelectorAll("figure")) {
+for (const [number, figure] of document.querySelectorAll("figure").entries()) {
   const svg = figure.querySelector("svg"), cursor = svg.querySelector(".cursor");
   const { width, x, plane, series } = JSON.parse(figure.querySelector("script").textContent);
   const tip = document.createElement("div");
   tip.className = "tip"; tip.hidden = true; tip.setAttribute("role", "status"); figure.append(tip);
-  let step = null;
+  let step = null, shown = x;  // the step that is read, and the range of steps that is drawn
+  const stepAt = at => shown[0] + (at - plane[0]) / (plane[1] - plane[0]) * (shown[1] - shown[0]);
+  const place = at => plane[0] + (at - shown[0]) / (shown[1] - shown[0]) * (plane[1] - plane[0]);
   function read(wanted) {  // show the values of the step that is nearest
     const lines = [];
     step = null;
@@ -13,25 +15,94 @@ for (const figure of document.querySelectorAll("figure")) {
       if (step === null) step = steps[near];
       lines.push(name + (steps[near] === step ? "" : " (step " + steps[near] + ")") + "  " + values[near]);
     }
-    const place = plane[0] + (step - x[0]) / (x[1] - x[0]) * (plane[1] - plane[0]);
-    cursor.setAttribute("x1", place); cursor.setAttribute("x2", place);
-    cursor.style.visibility = "visible";
+    const at = place(step);
+    cursor.setAttribute("x1", at); cursor.setAttribute("x2", at);
+    cursor.style.visibility = step < shown[0] || step > shown[1] ? "hidden" : "visible";
     tip.textContent = ["step " + step, ...lines].join("\n");
-    tip.style.right = place > width / 2 ? "auto" : "14px";
-    tip.style.left = place > width / 2 ? "56px" : "auto";
+    tip.style.right = at > width / 2 ? "auto" : "14px";
+    tip.style.left = at > width / 2 ? "56px" : "auto";
     tip.hidden = false;
   }
   function leave() { tip.hidden = true; cursor.style.visibility = "hidden"; }
-  svg.addEventListener("pointermove", event => {
-    const box = svg.getBoundingClientRect(), at = (event.clientX - box.left) / box.width * width;
-    read(x[0] + (at - plane[0]) / (plane[1] - plane[0]) * (x[1] - x[0]));
+  function under(event) {  // the step under the pointer
+    const box = svg.getBoundingClientRect();
+    return stepAt((event.clientX - box.left) / box.width * width);
+  }
+
+  // The zoom.  What is drawn has its places in the whole range of steps; they are moved, and clipped.
+  const plot = svg.querySelector(".plot"), ticks = svg.querySelector(".steps"), everywhere = ticks.innerHTML;
+  const drawn = [...plot.children].flatMap(one =>
+    ["d", "cx", "x"].filter(name => one.hasAttribute(name)).map(name => [one, name, one.getAttribute(name)]));
+  const height = svg.viewBox.baseVal.height, store = `zoom ${location.pathname} ${svg.getAttribute("aria-label")}`;
+  svg.insertAdjacentHTML("beforeend", `<clipPath id="plot-${number}"><rect x="${plane[0]}" width="${plane[1] - plane[0]}" height="${height}"/></clipPath><rect class="chosen" y="10" height="${height - 34}"/>`);
+  const chosen = svg.querySelector(".chosen"), buttons = document.createElement("div");
+  function zoom(from, to) {  // show these steps, as far as there are so many
+    const whole = x[1] - x[0], span = Math.min(Math.max(to - from, 2), whole);
+    const first = Math.min(Math.max((from + to - span) / 2, x[0]), x[1] - span), all = span === whole;
+    shown = [first, first + span];
+    const moved = at => place(x[0] + (at - plane[0]) / (plane[1] - plane[0]) * whole).toFixed(1);
+    for (const [one, name, value] of drawn)
+      one.setAttribute(name, all ? value : name === "d" ? value.replace(/([ML])(\S+) /g, (_, pen, at) => `${pen}${moved(at)} `) : moved(value));
+    all ? plot.removeAttribute("clip-path") : plot.setAttribute("clip-path", `url(#plot-${number})`);
+    ticks.innerHTML = everywhere;
+    if (!all) {
+      const power = 10 ** Math.floor(Math.log10(span / 6)), every = Math.max(1, [1, 2, 5, 10].map(n => n * power).find(n => n >= span / 6));
+      const labels = [];
+      for (let at = Math.ceil(first / every) * every; at <= shown[1]; at += every)
+        if (place(at) > plane[0] + 8) labels.push(`<text x="${place(at).toFixed(1)}" y="${height - 6}" text-anchor="middle">${at}</text>`);
+      ticks.innerHTML = labels.join("");
+    }
+    buttons.querySelectorAll("button").forEach((button, index) => { button.disabled = index ? all : span <= 2; });
+    try { sessionStorage.setItem(store, JSON.stringify(all ? null : shown)); } catch { /* without a store */ }
+  }
+  function scale(factor) {  // around the step that is read
+    const at = step !== null && !tip.hidden ? step : (shown[0] + shown[1]) / 2, half = (shown[1] - shown[0]) * factor / 2;
+    zoom(at - half, at + half);
+    if (!tip.hidden) read(step);
+  }
+  const acts = { "+": () => scale(.5), "-": () => scale(2), 0: () => { zoom(...x); leave(); } };
+  buttons.className = "zoom";
+  for (const [sign, title] of [["+", "zoom in"], ["-", "zoom out"], ["0", "show all steps"]]) {
+    const button = document.createElement("button");
+    button.textContent = { "-": "−", 0: "all" }[sign] || sign; button.title = `${title}, key ${sign}`; button.tabIndex = -1;  // the keys do the same
+    button.setAttribute("aria-label", title);
+    button.addEventListener("click", acts[sign]);
+    buttons.append(button);
+  }
+  if (x[1] - x[0] > 2) figure.append(buttons);
+  let start = null;
+  svg.addEventListener("pointerdown", event => {
+    if (event.pointerType !== "mouse" || event.button) return;  // a finger reads and scrolls
+    start = under(event);
+    svg.setPointerCapture(event.pointerId);
   });
+  svg.addEventListener("pointermove", event => {
+    const at = under(event);
+    read(at);
+    const ends = start === null ? [0, 0] : [start, at].map(each => place(Math.min(Math.max(each, shown[0]), shown[1]))).sort((a, b) => a - b);
+    chosen.setAttribute("x", ends[0]); chosen.setAttribute("width", ends[1] - ends[0]);
+  });
+  svg.addEventListener("pointerup", () => {
+    const from = Number(chosen.getAttribute("x")), across = Number(chosen.getAttribute("width"));
+    if (start !== null && across > 8) { zoom(stepAt(from), stepAt(from + across)); leave(); }
+    start = null; chosen.setAttribute("width", 0);
+  });
+  svg.addEventListener("dblclick", acts[0]);
+  let kept = null;
+  try { kept = location.protocol !== "file:" && JSON.parse(sessionStorage.getItem(store)); } catch { /* without a store */ }
+  zoom(...(kept || x));
   svg.addEventListener("pointerleave", leave);
   svg.addEventListener("blur", leave);
   svg.addEventListener("keydown", event => {
     const steps = series[0][1], at = steps.indexOf(step);
     const to = { ArrowRight: Math.min(at + 1, steps.length - 1), ArrowLeft: Math.max(at - 1, 0), Home: 0, End: steps.length - 1 }[event.key];
-    if (to !== undefined) { event.preventDefault(); read(steps[to]); }
+    const act = acts[{ "=": "+", Escape: 0 }[event.key] ?? event.key];
+    if (act && !event.ctrlKey && !event.metaKey && !event.altKey) { event.preventDefault(); act(); }
+    if (to === undefined) return;
+    event.preventDefault();
+    const half = (shown[1] - shown[0]) / 2;
+    if (steps[to] < shown[0] || steps[to] > shown[1]) zoom(steps[to] - half, steps[to] + half);
+    read(steps[to]);
   });
 }
 
