@@ -87,7 +87,6 @@ if TYPE_CHECKING:
     from grpo_core.contracts.records import RunInfo as RunInfo
     from grpo_core.contracts.records import SampleRequest as SampleRequest
     from grpo_core.contracts.records import Segment as Segment
-    from grpo_core.contracts.records import SessionStart as SessionStart
     from grpo_core.contracts.records import StateDigest as StateDigest
     from grpo_core.contracts.records import StepResult as StepResult
     from grpo_core.contracts.records import TensorInfo as TensorInfo

@@ -27,7 +27,7 @@ from grpo_core.contracts.errors import CheckpointError, ConfigError, PluginError
 from grpo_core.contracts.records import Group, Rollout, SampleRequest, Segment
 from grpo_core.contracts.tokens import Tokens
 from grpo_core.data.loaders import IndexedLoader
-from grpo_core.data.samplers import PromptStream, RoundRobin
+from grpo_core.data.samplers import PromptStream, RoundRobin, load_plugin_state
 from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
@@ -727,6 +727,28 @@ def test_a_sampler_that_breaks_its_contract_is_named_at_its_first_draw(sampler, 
     request = SampleRequest(generation_version=0, target_version=1, current_version=0, expected_prompts=3)
     with pytest.raises(PluginError, match=message):
         stream.draw(request)
+
+
+class Counts(RoundRobin):
+    """Counts how often it continues from a state."""
+
+    loads = 0
+
+    def load_state_dict(self, state):
+        self.loads += 1
+        super().load_state_dict(state)
+
+
+def test_a_sampler_that_was_checked_before_the_start_continues_from_its_state_once(tmp_path):
+    directory = a_run(tmp_path / "run")
+    loaders = {"sort": IndexedLoader("sort", prompts(20, "sort"), seed=0)}
+    sampler = Counts()
+    sampler.drawn = 5
+    stream = PromptStream(sampler=sampler, loaders=loaders, name="mix")
+    load_plugin_state(sampler, "sampler 'mix'", checkpoint.read_pipeline(directory)["sampler"])
+    checkpoint.restore(directory, Buffer(prompts_per_step=2, max_staleness=2, num_steps=9), loaders, stream)
+    assert sampler.loads == 1
+    assert sampler.state_dict() == checkpoint.read_pipeline(directory)["sampler"]
 
 
 def test_a_sampler_that_replaces_another_starts_without_its_state(tmp_path):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import grpo_core as grpo
 from grpo_core.contracts.errors import EngineError
-from grpo_core.contracts.records import Completion, Feedback, Judgement, Weights
+from grpo_core.contracts.records import Completion, Feedback, Judgement, SessionStart, Weights
 from grpo_core.contracts.tokens import Tokens
 from grpo_core.engines.wrapped import LimitedEngine
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
@@ -292,7 +292,7 @@ def test_one_prompt_with_other_tools_is_rendered_again():
 
     class Environment(FakeEnvironment):
         async def open(self, prompts):
-            return [grpo.SessionStart(tools=tools[i % 2 :][:1]) for i in range(len(prompts))]
+            return [SessionStart(tools=tools[i % 2 :][:1]) for i in range(len(prompts))]
 
     class Renderer(FakeRenderer):
         def prompt_ids(self, messages, tools=()):

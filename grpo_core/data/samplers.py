@@ -423,8 +423,11 @@ def plugin_state(part: Any, who: str) -> Any:
 
 
 def load_plugin_state(part: Any, who: str, state: Any) -> None:
-    """Continue from what ``plugin_state`` returned.  Raises CheckpointError if the part does not know it."""
-    if state is None or not hasattr(part, "load_state_dict"):
+    """Continue from what ``plugin_state`` returned, unless the part is in that state already.
+
+    Raises CheckpointError if the part does not know it.
+    """
+    if state is None or not hasattr(part, "load_state_dict") or plugin_state(part, who) == state:
         return
     try:
         part.load_state_dict(state)

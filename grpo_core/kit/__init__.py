@@ -60,6 +60,7 @@ An environment that is made of others:
 
     evaluate_of, SCORES             call another environment, whichever way it judges
     as_feedback, Judgement          read what one returns
+    SessionStart                    how it began
     units, DEADLINE                 divide its episodes into calls
 
 A transport of weights (see ``grpo_plugin_scale``):
@@ -204,6 +205,7 @@ if TYPE_CHECKING:
     from grpo_core.contracts.playing import EnvironmentClient as EnvironmentClient
     from grpo_core.contracts.playing import derive_seed as derive_seed
     from grpo_core.contracts.records import Judgement as Judgement
+    from grpo_core.contracts.records import SessionStart as SessionStart
     from grpo_core.contracts.typed import Count as Count
     from grpo_core.contracts.typed import checked as checked
     from grpo_core.data import leakage as leakage

@@ -19,7 +19,8 @@ from typing import Literal
 from attrs import frozen
 
 from grpo_core import ConfigError
-from grpo_core.kit import Flag, PluginHost, inert, offers
+from grpo_core.kit import Flag, PluginHost, inert, offers, read_toml
+from grpo_plugin_devkit.adding import with_offer, with_requirements
 
 TEMPLATES = Path(__file__).parent / "templates"
 LONGEST_NAME = 32
@@ -124,8 +125,11 @@ def new(
     multi_turn: Flag = False,
     tools: Flag = False,
     judge: Flag = False,
+    into: Path | None = None,
 ) -> int:
     """Write a new plugin into the directory grpo-plugin-NAME: code, a test, and what a package needs.
+
+    In the directory of a plugin, or with --into, add to that plugin.
 
     Parameters
     ----------
@@ -139,11 +143,18 @@ def new(
         Make an environment with a tool.
     judge
         Make an environment whose replies another model judges.
+    into
+        Directory of the plugin to add to.
     """
     variants = {"multi_turn": multi_turn, "tools": tools, "judge": judge}
     chosen = [variant for variant, wanted in variants.items() if wanted]
-    directory = write(kind, name, chosen, Path())
     train = SORTS[kind].trains.replace("NAME", name)
+    if into or _plugins(Path()):
+        module = add(kind, name, chosen, into or Path())
+        print(inert(f"{module}: the {kind} {name!r}, added with a test. Train at once:\n"))
+        print(inert(f"    grpo-core train {train}"))
+        return 0
+    directory = write(kind, name, chosen, Path())
     print(inert(f"{directory}: a plugin with the {kind} {name!r}. Install it, and train at once:\n"))
     print(inert(f"    pip install -e './{directory}[dev]'"))
     print(inert(f"    grpo-core train {train}\n"))
@@ -156,10 +167,7 @@ def write(sort: str, name: str, variants: list[str], where: Path) -> Path:
 
     Raises ConfigError for an invalid name, or if the directory exists.
     """
-    if variants and (sort != "environment" or len(variants) > 1):
-        given = ", ".join(f"--{variant.replace('_', '-')}" for variant in variants)
-        raise ConfigError(f"{given}: only an environment has variants, and at most one of them")
-    _check_name(name, SORTS[sort].kind)
+    _check(sort, name, variants)
     files = _files(sort, name, variants[0] if variants else "")
     target = where / _distribution(name)
     if target.exists():
@@ -176,7 +184,46 @@ def write(sort: str, name: str, variants: list[str], where: Path) -> Path:
     return target
 
 
-def _check_name(name: str, kind: offers.Kind) -> None:
+def add(sort: str, name: str, variants: list[str], directory: Path) -> Path:
+    """Add an offer to the plugin in a directory; return its module.
+
+    Raises ConfigError for an invalid name, for one that exists, and for files that cannot be extended safely.
+    """
+    package, toml = "".join(_plugins(directory)), directory / "pyproject.toml"
+    homes = [directory / root / package.replace(".", "/") for root in ("", "src")]
+    home = next((path for path in homes if package and (path / "__init__.py").is_file()), None)
+    if home is None:
+        raise ConfigError(f"{directory}: no plugin; expected a package that its pyproject.toml names once")
+    _check(sort, name, variants, package)
+    module, init, test = home / f"{name}.py", home / "__init__.py", directory / "tests" / f"test_{name}.py"
+    if taken := [path for path in (module, home / name, test) if path.exists()]:
+        raise ConfigError(f"{taken[0]}: exists already; give another name")
+    files = _files(sort, name, variants[0] if variants else "", package)
+    (target,) = re.findall(r': "(.*)"}', files[f"{package}/__init__.py"])
+    texts = {module: files[f"{package}/{name}.py"], test: files[f"tests/test_{name}.py"]}
+    try:
+        texts[toml] = with_requirements(toml.read_text("utf-8"), files["pyproject.toml"])
+        texts[init] = with_offer(init.read_text("utf-8"), offers.HOOKS[SORTS[sort].kind], name, target)
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{directory}: cannot be extended safely; {error}, and run this again") from error
+    test.parent.mkdir(exist_ok=True)
+    for path, text in texts.items():
+        newline = "\r\n" if path.exists() and b"\r\n" in path.read_bytes() else "\n"
+        path.write_text(text, "utf-8", newline=newline)
+    return module
+
+
+def _plugins(directory: Path) -> list[str]:
+    """Return the modules of the plugins whose sources are in a directory."""
+    path = directory / "pyproject.toml"
+    project = read_toml(path).get("project", {}) if path.is_file() else {}
+    return list(project.get("entry-points", {}).get("grpo_core", {}).values())
+
+
+def _check(sort: str, name: str, variants: list[str], package: str = "") -> None:
+    if variants and (sort != "environment" or len(variants) > 1):
+        given = ", ".join(f"--{variant.replace('_', '-')}" for variant in variants)
+        raise ConfigError(f"{given}: only an environment has variants, and at most one of them")
     rule = "a name has lower-case letters, digits and underscores, and begins with a letter"
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name.endswith("_") or "__" in name:
         near = re.sub(r"_+", "_", re.sub(r"[^a-z0-9]", "_", name.lower())).strip("_0123456789")
@@ -186,21 +233,24 @@ def _check_name(name: str, kind: offers.Kind) -> None:
         raise ConfigError(f"{name!r} has {len(name)} characters; a name has at most {LONGEST_NAME}")
     if keyword.iskeyword(name) or keyword.issoftkeyword(name):
         raise ConfigError(f"{name!r} is a keyword of Python; give another name")
-    host = PluginHost.discover()
+    host, kind = PluginHost.discover(), SORTS[sort].kind
     installed = {plugin.name.rpartition("/")[2]: plugin for plugin in host.plugins}
-    if name in installed or name in host.left_out:
+    if not package and (name in installed or name in host.left_out):
         whose = f": {installed[name]}" if name in installed else ""
         raise ConfigError(f"a plugin {name!r} is installed already{whose}; give another name")
     for plugin in host.plugins:
-        if name in plugin.offers.get(kind, {}):
+        if name in plugin.offers.get(kind, {}) and plugin.module != package:
             raise ConfigError(f"{plugin} offers the {kind.replace('_', ' ')} {name!r}; give another name")
-    if importlib.util.find_spec(_package(name)) is not None:
+    if not package and importlib.util.find_spec(_package(name)) is not None:
         raise ConfigError(f"a module {_package(name)} already exists; give another name")
 
 
-def _files(sort: str, name: str, variant: str) -> dict[str, str]:
-    """Return the contents of each file, by path in the distribution."""
-    chosen, package = SORTS[sort], _package(name)
+def _files(sort: str, name: str, variant: str, into: str = "") -> dict[str, str]:
+    """Return the contents of each file, by path in the distribution.
+
+    In the package of another plugin, the module has the name of the offer.
+    """
+    chosen, package, file = SORTS[sort], into or _package(name), name if into else sort
     symbol = "".join(part.capitalize() for part in name.split("_")) if chosen.a_class else name
     source = _read(f"{sort}_{variant}.py" if variant else f"{sort}.py")
     if symbol in _names(Template(source).substitute(name="name", symbol="PLACEHOLDER")):
@@ -213,7 +263,7 @@ def _files(sort: str, name: str, variant: str) -> dict[str, str]:
         "symbol": symbol,
         "package": package,
         "distribution": _distribution(name),
-        "file": sort,
+        "file": file,
         "title": sort if sort != "validation" else "validation strategy",
         "summary": f"{about[0].upper()}{about[1:]}.",
         "hook": offers.HOOKS[chosen.kind],
@@ -232,7 +282,7 @@ def _files(sort: str, name: str, variant: str) -> dict[str, str]:
         f"tests/test_{name}.py": "test.py",
     }
     files = {path: Template(_read(template)).substitute(values) for path, template in sources.items()}
-    return {**files, f"{package}/{sort}.py": Template(source).substitute(values)}
+    return {**files, f"{package}/{file}.py": Template(source).substitute(values)}
 
 
 def _names(source: str) -> set[str]:

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from grpo_core import AgentClient, Episode, Message, Prompt, Rollout, SessionStart
-from grpo_core.kit import EnvironmentClient, Judgement, inert
+from grpo_core import AgentClient, Episode, Message, Prompt, Rollout
+from grpo_core.kit import EnvironmentClient, Judgement, SessionStart, inert
 
 STYLES = {"user": "cyan", "system": "magenta", "tool": "yellow", "assistant": "green"}
 

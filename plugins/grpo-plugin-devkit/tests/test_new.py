@@ -19,6 +19,7 @@ from grpo_core import ConfigError, EngineSetup, Rollout, Run, load_object
 from grpo_core.kit import headline, import_file
 from grpo_plugin_devkit import new as scaffold
 from grpo_plugin_devkit import wheels
+from grpo_plugin_devkit.adding import with_offer, with_requirements
 
 MADE = [(sort, "") for sort in scaffold.SORTS] + [("environment", variant) for variant in scaffold.VARIANTS]
 IN_CI = ("environment", "agent", "loss", "sampler")
@@ -321,3 +322,184 @@ def test_the_command_says_what_comes_next(tmp_path, monkeypatch, capsys):
     told = capsys.readouterr().out
     assert "pip install -e './grpo-plugin-word-count[dev]'" in told
     assert "grpo-core train --env math:sort --sampler word_count" in told
+
+
+# ---------------------------------------------------------------------------------- in a plugin that exists
+
+
+def contents(project):
+    return {path: path.read_bytes() for path in project.rglob("*") if path.is_file()}
+
+
+def test_a_plugin_gets_one_offer_of_each_kind_after_the_other(tmp_path):
+    _, project = made(tmp_path, "environment")
+    before = contents(project)
+    for sort, variant in MADE:
+        scaffold.add(sort, f"a_{variant or sort}", [variant] if variant else [], project)
+    package = project / "grpo_plugin_my_environment"
+    changed = {path for path, held in before.items() if path.read_bytes() != held}
+    assert changed == {package / "__init__.py", project / "pyproject.toml"}
+    assert {path.name for path in (project / "tests").iterdir()} == {
+        "test_my_environment.py",
+        *(f"test_a_{variant or sort}.py" for sort, variant in MADE),
+    }
+    metadata = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+    needs = ["grpo-core>=0.1,<1", "grpo-plugin-agents", "openai>=1.60", "aiohttp>=3.10"]
+    assert metadata["dependencies"] == needs
+    subprocess.run([sys.executable, "-m", "ruff", "check", "-q", "."], cwd=project, check=True)
+    subprocess.run([sys.executable, "-m", "ruff", "format", "-q", "--check", "."], cwd=project, check=True)
+    told = done("grpo-core check a_tracker", project, tmp_path)
+    assert "'a_tracker' of plugin 'my_environment'" in told
+    assert " 0 failed" in told
+
+
+@pytest.mark.long
+def test_tests_and_wheel_of_a_plugin_hold_what_was_added(tmp_path):
+    _, project = made(tmp_path, "environment")
+    scaffold.add("loss", "milder", [], project)
+    scaffold.add("environment", "till", ["tools"], project)
+    assert "3 passed" in done("pytest -q -p no:cacheprovider", project, project)
+    assert " 0 failed" in done("grpo-core check till", project, tmp_path)
+    held = set(zipfile.ZipFile(wheel_of(project, tmp_path / "wheels")).namelist())
+    assert {f"grpo_plugin_my_environment/{name}.py" for name in ("environment", "milder", "till")} <= held
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_command_adds_to_the_plugin_where_it_is_called(there, tmp_path, monkeypatch, capsys):
+    _, project = made(tmp_path, "filter")
+    monkeypatch.chdir(project if there else tmp_path)
+    into = None if there else Path(project.name)
+    assert scaffold.new("tracker", "shop_log", into=into) == 0
+    told = capsys.readouterr().out
+    assert "grpo_plugin_my_filter/shop_log.py: the tracker 'shop_log'" in told
+    assert '"*", "shop_log"]' in told
+
+
+HEAD = "import grpo_core as grpo\n\n\n@grpo.hookimpl\ndef grpo_losses():\n"
+NEW = '"new": "p.new:new"'
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("    return {}\n", f"    return {{{NEW}}}\n"),
+        (
+            '    return {"a": "p.é:A"}  # kept\n',
+            f'    return {{\n        "a": "p.é:A",\n        {NEW},\n    }}  # kept\n',
+        ),
+        (
+            '    return {\n        "a": "p:A",  # one, two\n        # more\n    }\n',
+            f'    return {{\n        "a": "p:A",  # one, two\n        # more\n        {NEW},\n    }}\n',
+        ),
+        (
+            '    return {\n      "a": grpo.Offer("p:A", requires={"x": "y"})  # }\n    }\n\n\nX = 1\n',
+            '    return {\n      "a": grpo.Offer("p:A", requires={"x": "y"}),  # }\n'
+            f"      {NEW},\n    }}\n\n\nX = 1\n",
+        ),
+        (
+            '    seen = {"x": 1}\n    return {"new": "p.new:new", **seen}\n',
+            '    seen = {"x": 1}\n    return {"new": "p.new:new", **seen}\n',
+        ),
+    ],
+    ids=["empty", "one line", "lines", "no comma", "by hand"],
+)
+def test_a_hook_gets_one_more_entry_and_keeps_its_form(before, after):
+    assert with_offer(HEAD + before, "grpo_losses", "new", "p.new:new") == HEAD + after
+
+
+def test_a_plugin_without_the_hook_gets_it_at_its_end():
+    source = "from grpo_core import hookimpl\n\n\n@hookimpl\ndef grpo_filters():\n    return make()\n"
+    added = f"\n\n@hookimpl\ndef grpo_losses():\n    return {{{NEW}}}\n"
+    assert with_offer(source, "grpo_losses", "new", "p.new:new") == source + added
+
+
+UNSAFE = {
+    "called": HEAD + '    return dict(a="p:A")\n',
+    "computed": HEAD + '    return {name: f"p:{name}" for name in ("a", "b")}\n',
+    "unpacked": HEAD + '    return {"a": "p:A", **more()}\n',
+    "twice": HEAD + "    if here:\n        return {}\n    return {}\n",
+    "imported": "from p.hooks import grpo_losses\n",
+    "conditional": "if here:\n    @grpo.hookimpl\n    def grpo_losses():\n        return {}\n",
+    "no hook": '"""A plugin."""\n',
+    "wrong": HEAD + "    return {\n",
+}
+
+
+@pytest.mark.parametrize("source", UNSAFE.values(), ids=UNSAFE)
+def test_a_plugin_that_cannot_be_extended_safely_is_kept_and_told_the_line(source, tmp_path):
+    _, project = made(tmp_path, "filter")
+    (project / "grpo_plugin_my_filter" / "__init__.py").write_text(source)
+    before = contents(project)
+    with pytest.raises(ConfigError, match="cannot be extended safely") as raised:
+        scaffold.add("loss", "new", [], project)
+    assert raised.value.exit_status == 2
+    line = '"new": "grpo_plugin_my_filter.new:new"'
+    assert line in str(raised.value) or "__init__.py, line" in str(raised.value)
+    assert contents(project) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[project]\ndynamic = ['dependencies']\n", "add grpo-core>=0.1,<1 and openai"),
+        ("project.dependencies = ['openai']\n", "add grpo-core>=0.1,<1 to"),
+        ("[project]\n[tool.x]\ndependencies = []\n", "add grpo-core>=0.1,<1 and openai"),
+    ],
+)
+def test_requirements_that_cannot_be_extended_safely_are_told(text, told):
+    other = '[project]\ndependencies = ["grpo-core>=0.1,<1", "openai>=1.60"]\n'
+    with pytest.raises(ValueError, match=re.escape(told)):
+        with_requirements(text, other)
+
+
+def test_only_requirements_that_are_missing_are_added():
+    other = '[project]\ndependencies = ["grpo-core>=0.1,<1", "openai>=1.60"]\n'
+    held = "[project]\ndependencies = ['OpenAI[x]==2', # ]\n  'grpo_core'] # kept\n"
+    assert with_requirements(held, other) == held
+    before = "[project]\ndependencies = [\n  'OpenAI[x]==2' # ], a\n]\n[tool.x]\n"
+    after = "[project]\ndependencies = [\n  'OpenAI[x]==2', # ], a\n  \"grpo-core>=0.1,<1\",\n]\n[tool.x]\n"
+    assert with_requirements(before, other) == after
+
+
+@pytest.mark.parametrize(
+    ("sort", "name", "told"),
+    [
+        ("tracker", "filter", "filter.py: exists already"),
+        ("tracker", "data", "data: exists already"),
+        ("loss", "my_filter", "test_my_filter.py: exists already"),
+        ("filter", "mine", "grpo_filters offers 'mine' already"),
+        ("tracker", "files", "offers the tracker 'files'"),
+        ("tracker", "Shop", "cannot be the name"),
+    ],
+)
+def test_a_name_that_exists_in_the_plugin_is_refused(sort, name, told, tmp_path):
+    _, project = made(tmp_path, "filter")
+    package = project / "grpo_plugin_my_filter"
+    (package / "data").mkdir()
+    init = package / "__init__.py"
+    init.write_text(init.read_text().replace("{", '{"mine": "grpo_plugin_my_filter.filter:mine", '))
+    before = contents(project)
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        scaffold.add(sort, name, [], project)
+    assert contents(project) == before
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[project]\n", '[project.entry-points.grpo_core]\na = "p"\nb = "q"\n', None]
+)
+def test_a_directory_that_is_no_plugin_is_refused(text, tmp_path):
+    if text is not None:
+        (tmp_path / "pyproject.toml").write_text(text)
+    (tmp_path / "__init__.py").touch()
+    with pytest.raises(ConfigError, match="no plugin; expected a package"):
+        scaffold.add("loss", "mine", [], tmp_path)
+
+
+def test_a_package_in_src_keeps_its_ends_of_lines(tmp_path):
+    _, project = made(tmp_path, "filter")
+    (project / "src").mkdir()
+    package = (project / "grpo_plugin_my_filter").rename(project / "src" / "grpo_plugin_my_filter")
+    init = package / "__init__.py"
+    init.write_bytes(init.read_bytes().replace(b"\n", b"\r\n"))
+    assert scaffold.add("filter", "other", [], project) == package / "other.py"
+    assert init.read_bytes().count(b"\r\n") == init.read_bytes().count(b"\n") > 10

@@ -17,7 +17,6 @@ from grpo_core import (
     Episode,
     PluginError,
     Prompt,
-    SessionStart,
 )
 from grpo_core.kit import (
     EnvironmentConfig,
@@ -25,6 +24,7 @@ from grpo_core.kit import (
     Incident,
     Judgement,
     PluginSelection,
+    SessionStart,
     report,
     reported_to,
 )

@@ -28,12 +28,11 @@ from grpo_core import (
     GenerationRequest,
     Message,
     Prompt,
-    SessionStart,
     StepResult,
     Trainer,
     Weights,
 )
-from grpo_core.kit import Judgement
+from grpo_core.kit import Judgement, SessionStart
 from grpo_plugin_replay.times import (
     EngineTimes,
     EnvironmentTimes,
