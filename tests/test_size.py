@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from size import code_lines, counted, sums
 
-LIMITS = {"core": 23_581, "built-in": 4_846, "all distributions": 53_860}
+LIMITS = {"core": 23_529, "built-in": 4_845, "all distributions": 53_997}
 
 
 @pytest.mark.parametrize("part", LIMITS)
