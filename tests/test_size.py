@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from size import code_lines, counted, sums
 
-LIMITS = {"core": 23_529, "built-in": 4_845, "all distributions": 53_997}
+LIMITS = {"core": 23_529, "built-in": 4_845, "all distributions": 54_003}
 
 
 @pytest.mark.parametrize("part", LIMITS)

@@ -9,7 +9,7 @@ from grpo_core import Offer, hookimpl
 
 @hookimpl
 def grpo_config_sections() -> Mapping[str, object]:
-    from grpo_plugin_report.cost import Cost  # not for each command's help
+    from grpo_plugin_report.config import Cost  # not for each command's help
 
     return {"cost": Cost | None}
 

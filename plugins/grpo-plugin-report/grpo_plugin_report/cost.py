@@ -1,4 +1,4 @@
-"""The section and tracker ``cost``: what a run costs, from its prices and its events.
+"""The tracker ``cost``: what a run costs, from its prices and its events.
 
 ``events.jsonl`` keeps the events of all processes of a run, those of steps that a resume has made again as
 well, and of each start its prices.
@@ -12,34 +12,15 @@ from contextlib import suppress
 from math import inf
 from typing import Any
 
-from attrs import Attribute, asdict, define, field, frozen
-from attrs.validators import ge
+from attrs import asdict, define, field
 
 from grpo_core import ConfigError, Run, RunInfo, Tracker, events
-from grpo_core.kit import SHARES, headline, only_with
+from grpo_core.kit import SHARES, headline
+from grpo_plugin_report.config import Cost
 from grpo_plugin_report.pages import is_number, number, plain
 
 EVENTS = ("Opened", "RunStarted", "GroupFinished", "StepEnded", "Validated", "Saved", "RunEnded")
 """Events from which a cost is added up: between two of them little time is spent."""
-
-
-def _price(instance: object, attribute: Attribute[Any], value: float) -> None:
-    if not 0 <= value < inf:
-        raise ValueError(f"'{attribute.name}' must be a finite number of at least 0: {value!r}")
-
-
-@frozen(kw_only=True)
-class Cost:
-    """Prices, by which terminal, page and `grpo-core runs` say what a run costs; also a metric, `cost`."""
-
-    per_hour: float = field(default=0.0, validator=_price)
-    """Price of an hour of the machine, or of each of its GPUs; 0 is none."""
-    gpus: int = field(default=1, validator=ge(1), metadata=only_with("per_hour"))
-    """Number of GPUs that `per_hour` is the price of one of; 1 for a price of the machine."""
-    per_million_tokens: float = field(default=0.0, validator=_price)
-    """Price of a million tokens that a hosted engine or a service samples; 0 is none."""
-    currency: str = "USD"
-    """Text after each amount."""
 
 
 @define

@@ -144,7 +144,7 @@ def test_the_report_shows_it(page):
     assert "window.hurt" in html
     assert "<script>window.hurt" not in html
     drawn = re.findall(r'<rect class="(\w+)"', html)
-    assert set(drawn) == {"generation", "environments", "training", "sync", "wait", "other"}
+    assert set(drawn) == {"generation", "environments", "training", "sync", "wait", "other", "chosen"}
 
 
 @pytest.mark.long
