@@ -12,6 +12,7 @@ import sys
 import time
 import tomllib
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -357,7 +358,8 @@ def test_accuracy_is_claimed_only_where_a_success_is_declared(here):
                 "--set", "trainer.steps=2",
                 "--set", 'tracking.trackers=["files", "./envs.py:Loaded"]')  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "LOADED transformers\n" in done.stdout, "the main process imports no torch"
+    if not version("transformers").startswith("5.0."):  # which imports it for a tokenizer
+        assert "LOADED transformers\n" in done.stdout, "the main process imports no torch"
     (said,) = (line for line in done.stdout.splitlines() if line.startswith("finished: "))
     rows = metrics(here / "run")
     names = {key for row in rows for key in row}
