@@ -1,6 +1,7 @@
-"""A sampler in a file: adds a hard task in the second half of the run.
+r"""A sampler in a file: adds a hard task in the second half of the run.
 
-grpo-core train examples/two_tasks.toml --set sampler.name=./examples/custom_sampler.py:HardLater
+grpo-core train examples/two_tasks.toml --set sampler.name=./examples/custom_sampler.py:HardLater \
+    --set tasks.sort.weight=1
 """
 
 from collections.abc import Mapping, Sequence
