@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import threading
+import time
 import tomllib
 from itertools import islice
 
@@ -643,3 +644,22 @@ def test_rows_that_come_once_are_refused_at_the_start_if_they_are_too_few(runner
     with pytest.raises(ConfigError, match=said):
         first_of(runner, Once(30), tries=True, needs=31)
     assert len(first_of(runner, Once(30), tries=True, needs=30)) == 20
+
+
+def test_a_field_of_an_object_that_differs_each_time_is_left_out_of_the_proof(runner):
+    class Stamped(Own):
+        def __iter__(self):
+            return ({**each, "read_at": time.perf_counter()} for each in super().__iter__())
+
+    assert first_of(runner, Stamped(), tries=True) == first_of(runner, Stamped(), tries=False)
+
+
+def test_a_function_of_a_program_makes_its_stream_off_the_event_loop(runner):
+    threads = set()
+
+    def make(split):
+        threads.add(threading.current_thread())
+        return Own()
+
+    first_of(runner, make, tries=True)
+    assert threading.current_thread() not in threads

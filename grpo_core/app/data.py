@@ -31,7 +31,7 @@ from grpo_core.data.rows import (
     raised,
     readable,
 )
-from grpo_core.data.streams import Tried, compare, loses_state, on_itself, read, read_elsewhere
+from grpo_core.data.streams import Tried, compare, read_elsewhere, try_here
 from grpo_core.plugins.host import PluginHost
 
 AT_ONCE = 1000
@@ -129,19 +129,20 @@ class TaskData:
         who, split, make = source.who, choice.split("train"), partial(source.make, "train")
         try:
             if self.host.of_program(choice.name):
-                if (given := make()) is make():
-                    # without a state, or with one that lacks something, it is proved when the run is resumed
-                    if hasattr(given, "state_dict") and not loses_state(given):
-                        self._check_rows(await source.called(thread, partial(on_itself, given, who)), who)
-                    return ()
-                reading = await source.called(thread, partial(read, make, who))
+                tried: Tried = await source.called(thread, partial(try_here, make, who))
             else:
                 reading = await read_elsewhere(
                     self.host.selection, choice.name, split, choice.options, who, seconds=self.deadline
                 )
-            tried: Tried = await source.called(thread, partial(compare, reading, make, who))
+                tried = await source.called(thread, partial(compare, reading, make, who))
         finally:
             thread.close()
+        if tried.rows is not None and tried.rows < self.needs:
+            raise ConfigError(
+                f"{who} has {tried.rows:,} rows and cannot be read twice; the run needs {self.needs:,} "
+                "(trainer.steps x trainer.prompts_per_step). Give a function that makes it, for each epoch "
+                "anew, or train fewer steps"
+            )
         if tried.without:
             self.notes[f"fields_differ/{self.task}"] = (
                 f"{who}: {', '.join(sorted(tried.without))} differ each time a row is read; the other fields "
@@ -153,15 +154,6 @@ class TaskData:
                 f"about {max(1, round(1e6 * tried.seconds)):,} s for a million rows"
             )
         return tried.without
-
-    def _check_rows(self, rows: int | None, who: str) -> None:
-        """Raise ConfigError if a dataloader that cannot be read twice has fewer rows than the run needs."""
-        if rows is not None and rows < self.needs:
-            raise ConfigError(
-                f"{who} has {rows:,} rows and cannot be read twice; the run needs {self.needs:,} "
-                "(trainer.steps x trainer.prompts_per_step). Give a function that makes it, for each epoch "
-                "anew, or train fewer steps"
-            )
 
     # ------------------------------------------------------------------------------ held-out prompts
 

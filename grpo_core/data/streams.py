@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from grpo_core.contracts.errors import CheckpointError, ConfigError, PluginError, describe, plugin_errors
 from grpo_core.data.positions import Difference, Fingerprint, difference, fingerprint, varying
@@ -106,12 +106,8 @@ class Stream:
 
     def mark(self, *, counts: bool) -> Mark:
         """Return the state before the next row; ``counts`` if rows are counted instead."""
-        own = None
-        if self.row and not counts and hasattr(self.given, "state_dict"):
-            with plugin_errors(f"{self.who}: state_dict()"):
-                state = self.given.state_dict()
-            # a copy: the stream may change what it returned
-            own = unpacked(packed(state, f"{self.who}: state_dict()"))
+        has_state = self.row and not counts and hasattr(self.given, "state_dict")
+        own = _state(self.given, self.who) if has_state else None
         return Mark(self.row, self.epoch, self._of_epoch, own)
 
     def restore(self, mark: Mark) -> None:
@@ -137,6 +133,13 @@ class Stream:
         for nth in range(wanted):
             progress(nth, wanted)
             self.next()
+
+
+def _state(given: Any, who: str) -> Any:
+    """Return a copy of the state of a stream, which may change what it returned."""
+    with plugin_errors(f"{who}: state_dict()"):
+        state = given.state_dict()
+    return unpacked(packed(state, f"{who}: state_dict()"))
 
 
 def _set_epoch(given: Any, epoch: int) -> None:
@@ -266,7 +269,7 @@ ANOTHER_SEED = "4711"
 
 @frozen
 class Reading:
-    """The rows that a stream gave in a child process."""
+    """The rows that a stream gave when it was read first."""
 
     first: Sequence[Fingerprint]
     rows: int
@@ -287,6 +290,8 @@ class Tried:
     lost: str
     seconds: float
     """Seconds to read a row."""
+    rows: int | None = None
+    """Number of its rows if it cannot be read twice."""
 
 
 def read(make: Callable[[], Any], who: str, most: int = MORE) -> Reading:
@@ -319,7 +324,7 @@ def compare(reading: Reading, make: Callable[[], Any], who: str) -> Tried:
     known = len({repr(sorted(each.items())) for each in kept if each})
     if without and 2 * known < len({repr(sorted(each.items())) for each in reading.first}):
         refused = refusal(who, stream.given, difference(reading.first, first))
-        raise ConfigError(f"{refused} (two processes have read its first {len(first)} rows)")
+        raise ConfigError(f"{refused} (its first {len(first)} rows were read twice)")
     if not reading.lost:
         _restore(reading, Stream(lambda: readable(make(), who), who), without)
     return Tried(frozenset(without), reading.lost, reading.seconds / reading.rows)
@@ -338,27 +343,32 @@ def _restore(reading: Reading, stream: Stream, without: Collection[str]) -> None
         raise ConfigError(f"{refused} (its state was restored behind {reading.rows:,} rows)")
 
 
-def on_itself(given: Any, who: str) -> int | None:
-    """Try a stream that cannot be made anew; return the number of its rows if it cannot be read twice.
+def try_here(make: Callable[[], Any], who: str) -> Tried:
+    """Try a dataloader of a program in this process: a function with two streams, an object on itself.
 
-    It is left at its beginning.
+    An object is left at its beginning.  One without a state, or whose state is known to lack something, is
+    not read: it is proved when the run is resumed.
 
-    Raises ConfigError if its state does not give the same rows, PluginError if it raises.
+    Raises ConfigError if the rows differ, PluginError if the dataloader raises.
     """
-    stream, rows = Stream(lambda: given, who), None
-    with plugin_errors(f"{who}: state_dict()"):
-        begin = Mark(0, 0, 0, unpacked(packed(given.state_dict(), f"{who}: state_dict()")))
+    given = make()
+    if given is not make():
+        return compare(read(make, who), make, who)
+    if not hasattr(given, "state_dict") or loses_state(given):
+        return Tried(frozenset(), "", 0.0)
+    rows, stream, begin = None, Stream(make, who), Mark(0, 0, 0, _state(given, who))
     try:
-        reading = read(lambda: given, who)
+        reading = read(make, who)
     except ExhaustedError as error:
         rows = error.rows
         stream.restore(begin)
         if rows <= AFTER:  # too few for a trial
-            return rows
-        reading = read(lambda: given, who, rows - AFTER)
-    _restore(reading, stream, ())
+            return Tried(frozenset(), "", 0.0, rows)
+        reading = read(make, who, rows - AFTER)
     stream.restore(begin)
-    return rows
+    tried = compare(reading, make, who)
+    stream.restore(begin)
+    return evolve(tried, rows=rows)
 
 
 class Reader:
