@@ -194,14 +194,13 @@ class Replies:
 
     def _nothing(self, seen: Mapping[str, Seen]) -> list[Finding]:
         """Return a warning about a run or a task without a learning signal."""
+        last = f"the last {WINDOW} steps trained nothing"
         idle = {task: each for task, each in seen.items() if self.taught_by_rewards and not each.taught}
         if all(self._idle) or len(idle) == len(seen):
             why = "; ".join(self._why(task, each) for task, each in seen.items())
-            return [_warning("rows", f"the last {WINDOW} steps trained nothing: {why}")]
+            return [_warning("rows", f"{last}: {why}")]
         return [
-            _warning(
-                f"rows/{task}", f"the last {WINDOW} steps trained nothing of a task: {self._why(task, each)}"
-            )
+            _warning(f"rows/{task}", f"{last} of a task: {self._why(task, each)}")
             for task, each in idle.items()
             if each.replies >= ENOUGH and not any(each.rewards)
         ]
@@ -294,6 +293,7 @@ class Diagnosis(Tracker):
         if "rows" in values:  # those of a step, and of no validation
             for found in self._replies.observe(self._groups, values):
                 self._run.warn(found.message, cause=found.metric, step=step)
+            self._groups = ()  # their tokens may be in a data plane, which holds them as long
 
 
 def _warning(cause: str, message: str) -> Finding:

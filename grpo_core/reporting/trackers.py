@@ -457,8 +457,8 @@ def selected(config: TrackingConfig, host: PluginHost) -> list[str]:
 def check_trackers(config: TrackingConfig, host: PluginHost) -> None:
     """Check names and options without making a tracker.
 
-    Raises ConfigError if a tracker is not installed, is selected twice, or has no such option, and for
-    options of a tracker that is not selected.
+    Raises ConfigError if a tracker is not installed or has no such option, and for options of a tracker that
+    is not selected.
     """
     names = selected(config, host)
     for name in names:
