@@ -1,4 +1,4 @@
-"""What transports, data planes, sources of models and placements keep, whoever implements them."""
+"""Checks the contracts of transports, data planes, sources of models and placements for any of them."""
 
 from __future__ import annotations
 

@@ -419,8 +419,8 @@ def test_a_plane_that_is_closed_is_asked_for_nothing_any_more(plane):
     asyncio.run(story())
 
 
-def test_the_files_of_a_run_whose_tokens_are_lost_still_say_how_it_ended(tmp_path, plane):
-    """A resumed run and ``verify`` read the last events: which groups were returned, and what was saved."""
+def whose_tokens_are_lost(plane) -> Group:
+    """Return a group of the plane, which has lost its tokens."""
 
     async def put() -> Group:
         await plane.started()
@@ -429,6 +429,12 @@ def test_the_files_of_a_run_whose_tokens_are_lost_still_say_how_it_ended(tmp_pat
     there = asyncio.run(put())
     for path in plane.reader.directory.iterdir():
         path.unlink()
+    return there
+
+
+def test_the_files_of_a_run_whose_tokens_are_lost_still_say_how_it_ended(tmp_path, plane):
+    """A resumed run and ``verify`` read the last events: which groups were returned, and what was saved."""
+    there = whose_tokens_are_lost(plane)
     run = RunDirectory.create(tmp_path / "run", Config())
     tracker = FilesTracker(run.info(Config(), None))
     for event in (GroupsReady(step=0, groups=(there,)), Saving(step=0), Saved(step=0, directory="c")):
@@ -439,14 +445,7 @@ def test_the_files_of_a_run_whose_tokens_are_lost_still_say_how_it_ended(tmp_pat
 
 def test_secrets_are_searched_in_texts_without_the_tokens_of_a_plane(tmp_path, plane, monkeypatch):
     monkeypatch.setattr(secrets, "_values", {"HF_TOKEN": "hf_abcdefgh"})
-
-    async def put() -> Group:
-        await plane.started()
-        return await plane.put(group(10))
-
-    there = asyncio.run(put())
-    for path in plane.reader.directory.iterdir():
-        path.unlink()
+    there = whose_tokens_are_lost(plane)
     assert secrets.masked(there) is there
 
 

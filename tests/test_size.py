@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from size import code_lines, counted, sums
 
-LIMITS = {"core": 23_529, "built-in": 4_845, "all distributions": 54_003}
+LIMITS = {"core": 23_527, "built-in": 4_845, "all distributions": 53_999}
 
 
 @pytest.mark.parametrize("part", LIMITS)

@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 from attrs import define, evolve, field
 
 from grpo_core.app.model_sources import StartModelSource, model_source
 from grpo_core.app.placement import Placement
-from grpo_core.config import Config, EngineConfig, TrainerConfig, ValidationConfig
+from grpo_core.config import Config, EngineConfig, PluginChoice, TrainerConfig, ValidationConfig
 from grpo_core.config.run import RolloutConfig, TrainerSetup
 from grpo_core.contracts import protocols
 from grpo_core.contracts.errors import ConfigError, SelectionError
@@ -62,6 +62,8 @@ from grpo_core.storage.published import Published
 from grpo_core.text.rendering import Renderer
 from grpo_core.validation.runner import Context, HeldOut, Measured, Validation
 
+T = TypeVar("T")
+
 SYNC_GRACE = 15.0
 """Extra seconds for an engine's own deadlines, and to end a process that does not answer."""
 SYNC_ATTEMPTS = 2
@@ -87,10 +89,11 @@ class Parts:
     _strategies: dict[str, ValidationStrategy] = field(init=False, factory=dict)
     _made: AsyncExitStack = field(init=False, factory=AsyncExitStack)
 
-    def _make(self, kind: Kind, name: str, /, *args: Any, **options: Any) -> Any:
-        return self._closed_later(self.plugins.make(kind, name, *args, **options))
+    def _make(self, kind: Kind, chosen: PluginChoice, /, *args: Any, **options: Any) -> Any:
+        options |= chosen.options
+        return self._closed_later(self.plugins.make(kind, chosen.name, *args, **options))
 
-    def _closed_later(self, part: Any) -> Any:
+    def _closed_later(self, part: T) -> T:
         if hasattr(part, "aclose"):
             self._made.push_async_callback(part.aclose)
         return part
@@ -109,8 +112,7 @@ class Parts:
     @cached_property
     def placement(self) -> Placement:
         """The placement of engines and environments, not yet connected."""
-        chosen = self.config.placement
-        return cast(Placement, self._make("placement", chosen.name, self.plugins, **chosen.options))
+        return cast(Placement, self._make("placement", self.config.placement, self.plugins))
 
     @property
     def place_of_trainer(self) -> str:
@@ -132,16 +134,14 @@ class Parts:
     @cached_property
     def data_plane(self) -> DataPlane:
         """The data plane, not yet started.  Raises ConfigError if it cannot work with the placement."""
-        chosen = self.config.data_plane
-        return cast(DataPlane, self._make("data_plane", chosen.name, self.placement, **chosen.options))
+        return cast(DataPlane, self._make("data_plane", self.config.data_plane, self.placement))
 
     # ------------------------------------------------------------------------------ engines and trainer
 
     @cached_property
     def model(self) -> StartModelSource:
         """The source of the model that training starts from."""
-        source: StartModelSource = self._closed_later(model_source(self.config.model, self.plugins))
-        return source
+        return self._closed_later(model_source(self.config.model, self.plugins))
 
     @property
     def engines(self) -> dict[str, EngineConfig]:
@@ -214,15 +214,15 @@ class Parts:
             return one(number, evolve(setup, number=number, threads=threads, log_directory=logs))
 
         if section.workers == 1 and not self.placement.pooled:
-            return cast(Engine, self._closed_later(one(0, setup)))
-        pool = self.plugins.factory("engine", self.plugins.the_one("engine", "pools_engines"))(
+            return self._closed_later(one(0, setup))
+        pool: Engine = self.plugins.factory("engine", self.plugins.the_one("engine", "pools_engines"))(
             member,
             section.workers,
             tolerance=self.canary_tolerance(section),
             deadline=section.deadline,
             hold=self.placement.retain(),
         )
-        return cast(Engine, self._closed_later(pool))
+        return self._closed_later(pool)
 
     def workers_of(self, section: EngineConfig) -> int:
         """Return the number of engines of a section: ``workers``, or the number in the engine's options.
@@ -314,8 +314,7 @@ class Parts:
 
     def trainer(self, setup: TrainerSetup) -> Trainer:
         """Make the trainer, not yet started."""
-        chosen = self.config.trainer
-        return cast(Trainer, self._make("trainer", chosen.name, setup, **chosen.options))
+        return cast(Trainer, self._make("trainer", self.config.trainer, setup))
 
     def trainer_setup(self, model: str, teacher: str = "") -> TrainerSetup:
         """Make the part of the trainer's setup that the configuration determines.
@@ -407,8 +406,8 @@ class Parts:
             return FunctionSampler(partial(factory, **chosen.options))
         weights = {name: task.weight for name, task in self.config.tasks.items()}
         known: dict[str, Any] = {"seed": self.config.seed, "weights": weights}
-        options = {key: value for key, value in known.items() if key in takes} | chosen.options
-        return cast(Sampler, self._make("sampler", chosen.name, **options))
+        options = {key: value for key, value in known.items() if key in takes}
+        return cast(Sampler, self._make("sampler", chosen, **options))
 
     def advantages(self) -> AdvantageFunction:
         """Make the advantage function, clipped as its section sets."""
@@ -571,7 +570,7 @@ class Parts:
     def strategy(self, section: ValidationConfig, of_set: str = "") -> ValidationStrategy:
         """Return the strategy of ``[validation]``, or of a set, whose section is given."""
         if of_set not in self._strategies:
-            self._strategies[of_set] = self._make("validation_strategy", section.name, **section.options)
+            self._strategies[of_set] = self._make("validation_strategy", section)
         return self._strategies[of_set]
 
     def validation(

@@ -91,7 +91,7 @@ class Transport:
 
 
 Role = Literal["plays_agents", "pools_engines", "crosses_machines", "is_default"]
-"""Of a player, an engine, a placement or a transport, and a tracker."""
+"""The role of a player, of an engine, of a placement or transport, and of a tracker."""
 Function = Callable[..., Any] | str
 """A function, or ``"module:function"``, which is imported when it is first called."""
 
@@ -114,7 +114,7 @@ class Offer:
     whole configuration), ``host`` (the ``PluginHost``), ``group_size`` (an advantage, a filter) and ``betas``
     (an optimizer)."""
     role: Role | None = None
-    """What the core uses it for where the configuration names no offer."""
+    """The purpose for which the core takes it where the configuration names no offer."""
     parts: Function | None = None
     """Returns, for the options of an advantage function, the metrics that it reads as parts of the reward:
     those of a rollout's turns are added.  ``("*",)`` is all of them."""

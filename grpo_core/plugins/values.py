@@ -79,6 +79,5 @@ def _new_lines(options: Mapping[str, Any], kinds: Mapping[str, Any]) -> str:
     lines = {key: options[old] for old, key in new.items() if kinds.get(key.partition(".")[0])}
     if isinstance(options.get("correction"), str) and "correction." in "".join(lines):
         lines["correction.name"] = options["correction"]
-    return "\n".join(f"{key} = {json.dumps(value)}" for key, value in lines.items()).replace(
-        "Infinity", "inf"
-    )
+    text = "\n".join(f"{key} = {json.dumps(value)}" for key, value in lines.items())
+    return text.replace("Infinity", "inf")

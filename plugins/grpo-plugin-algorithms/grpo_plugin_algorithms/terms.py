@@ -1,4 +1,4 @@
-"""What losses add to their objectives: a teacher, masks, an entropy bonus, a term for right rollouts."""
+"""The parts that losses add to objectives: a teacher, masks, an entropy bonus, a term for right rollouts."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def off_policy_kept(
 
 @frozen(kw_only=True, eq=False)
 class Prepared:
-    """What an objective computes with."""
+    """The tensors that an objective computes with."""
 
     inputs: LossInputs
     """The inputs with the advantages and the proximal logprobs of the objective."""

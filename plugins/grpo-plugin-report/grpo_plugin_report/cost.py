@@ -156,8 +156,6 @@ class CostTracker(Tracker):
 
     def event(self, event: events.Event) -> None:
         """Add what the event costs."""
-        if isinstance(event, events.LineShown):
-            return
         names = ("step", "time", "config", "metrics", "version", "results")
         self._account.add(
             {"event": type(event).__name__} | {name: getattr(event, name, None) for name in names}

@@ -58,7 +58,7 @@ class Summary:
     started: datetime | None = None
     config: Mapping[str, Any] = field(factory=dict)
     cost: Account | None = None
-    """What it has cost, if it has a price."""
+    """Its cost so far; None without a price."""
 
 
 # ---------------------------------------------------------------------------------- commands

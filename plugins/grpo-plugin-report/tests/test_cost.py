@@ -1,4 +1,4 @@
-"""What a run costs, over all of its processes: with each step, on its page, in lists, and as an end."""
+"""The cost of a run over all of its processes: with each step, on its page, in lists, and as an end of it."""
 
 from __future__ import annotations
 
