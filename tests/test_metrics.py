@@ -17,7 +17,7 @@ from tracked_run import METRICS_JSONL, a_run
 from grpo_core.app import readings
 from grpo_core.config import LossConfig, TeacherConfig
 from grpo_core.contracts.events import Span
-from grpo_core.contracts.records import Canary, EndReason, Group, Prompt, Rollout, Segment, Weights
+from grpo_core.contracts.records import Canary, EndReason, Group, Prompt, Rollout, RunInfo, Segment, Weights
 from grpo_core.contracts.tokens import Tokens
 from grpo_core.loop.agreement import Agreement
 from grpo_core.loop.canary import Canaries
@@ -39,6 +39,7 @@ from grpo_core.validation.strategies import Greedy
 from grpo_plugin_algorithms.paired import Paired
 from grpo_plugin_algorithms.shaping import Shaping, ShapingConfig
 from grpo_plugin_algorithms.strategies import Majority, PassAtK
+from grpo_plugin_report.cost import CostTracker
 
 
 def rollout(reward=1.0, *, versions=(0,), sampled=None, reason="stop", **metrics):
@@ -144,6 +145,14 @@ def names_of_a_canary():
     return set(canaries.metrics())
 
 
+def names_of_a_price(path):
+    found = {}
+    CostTracker(
+        RunInfo(name="run", directory=path, config={}, set_metrics=found.update), per_million_tokens=1.0
+    )
+    return set(found)
+
+
 class Measured:
     """Has the metrics of a pool of engines, and of vLLM."""
 
@@ -178,7 +187,7 @@ def written(model, tmp_path_factory):  # noqa: F811
         times(Span(lane=lane, what=what, begin=0.0, end=1.0, busy=1.0) for lane, what in TIMES)
     )
     found |= {*readings.memory(), *readings.of_engines({"engine": Measured()})}
-    found |= names_of_a_canary()
+    found |= names_of_a_canary() | names_of_a_price(path)
     trainer = TorchTrainer(attrs.evolve(setup(model, loss={"kl": {"coefficient": 0.01}}), max_non_finite=0.5))
     rows = ragged()
     rows[0] = attrs.evolve(rows[0], advantage=math.nan)
