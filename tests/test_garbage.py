@@ -1,4 +1,4 @@
-"""The garbage collector runs rarely while libraries are imported, and then as often as it did before."""
+"""The garbage collector runs rarely while libraries are imported, and then less often than Python has it."""
 
 import subprocess
 import sys
@@ -23,21 +23,18 @@ def test_an_import_looks_at_its_objects_a_few_times():
         collect_rarely()
         rarely = made()
         spare_the_collector()
-        print(usual > 100, rarely < 10, made() > 100)
+        print(usual > 100, rarely < 10, rarely < made() < usual)
     """
     assert told(code) == ["True", "True", "True"]
 
 
-def test_it_runs_as_often_as_before_and_skips_living_objects():
+def test_it_runs_less_often_than_pythons_and_skips_living_objects():
     code = """if True:
-        gc.set_threshold(900, 8, 7)
+        gc.set_threshold(700, 8, 7)
         collect_rarely()
         collect_rarely()
         kept = [[]]
         spare_the_collector()
         print(*gc.get_threshold(), gc.is_tracked(kept), any(each is kept for each in gc.get_objects()))
-        gc.set_threshold(800, 8, 7)
-        spare_the_collector()
-        print(gc.get_threshold()[0])
     """
-    assert told(code) == ["900", "8", "7", "True", "False", "800"]
+    assert told(code) == ["10000", "8", "7", "True", "False"]

@@ -19,13 +19,14 @@ from pathlib import Path
 from attrs import evolve
 
 from grpo_core.loop.pipeline import Learning, Playing
+from grpo_core.processes.garbage import spare_the_collector
 from grpo_core.testing.fakes import FakePrompts
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the simulation lies beside the tests
 from simulation.faults import NONE
 from simulation.runs import simulate
 
-from grpo_core.contracts.records import Completion, Feedback, SessionStart, StepResult
+from grpo_core.contracts.records import Completion, Judgement, SessionStart, StepResult
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.pipeline import Pipeline, Schedule
 from grpo_core.loop.rollout import SamplingParams
@@ -99,7 +100,7 @@ class Instant(FakeEnvironment):
         pass
 
     async def evaluate(self, episodes):
-        return [Feedback(reward=float(i % 2)) for i in range(len(episodes))]
+        return [Judgement(reward=float(i % 2)) for i in range(len(episodes))]
 
 
 def cost(in_flight: int) -> float:
@@ -150,6 +151,7 @@ def show(name: str, value: float, limit: float | None = None, *, below: bool = F
 
 
 def main(total: int, first: int) -> int:
+    spare_the_collector()  # as the process of a run does
     for in_flight, limit in ((1_000, 30.0), (10_000, 40.0), (100_000, 80.0)):
         show(
             f"us of orchestration for a rollout, {in_flight:,} in flight", cost(in_flight), limit, below=True
