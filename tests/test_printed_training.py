@@ -36,6 +36,7 @@ NOT_HERE = {
     r"tinker:": "needs a service; the tests of grpo-plugin-tinker serve one",
     r"(run|math)\.toml": "stands for a configuration of the reader",
     r"runs/sums/config\.toml|python train\.py": "its model is downloaded; test_tutorial.py has another one",
+    r"my_agent\.py": "stands for an agent of the reader; the one of first-agent.md is trained",
     r"--profile|trainer\.steps=2$|trainer\.steps=2 ": "so few steps show how a key is set",
     r"words\.toml|sweets\.toml": "needs verifiers in an environment of its own; test_tutorial.py has one",
     r"python examples/nano\.py": "tests/test_nano.py trains it",
