@@ -250,7 +250,7 @@ if TYPE_CHECKING:
     from grpo_core.loop.schedule import rate as rate
     from grpo_core.loop.timeline import during as during
     from grpo_core.models import files as files
-    from grpo_core.models.fitting import ModelFiles as ModelFiles
+    from grpo_core.models.files import ModelFiles as ModelFiles
     from grpo_core.plugins import offers as offers
     from grpo_core.plugins.configured import changed as changed
     from grpo_core.plugins.configured import configured as configured
