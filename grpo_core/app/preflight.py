@@ -22,7 +22,7 @@ def preflight(parts: Parts, **there: Any) -> list[tuple[str, str]]:
     Args:
         there: what is there of the stage; nothing: ``config`` and ``host`` alone.
     """
-    found = []
+    found: list[tuple[str, str]] = []
     for selected, check in _checks(parts, there):
         with plugin_errors(str(selected)):
             found += _warnings(selected, check())
@@ -31,7 +31,7 @@ def preflight(parts: Parts, **there: Any) -> list[tuple[str, str]]:
 
 async def first_look(parts: Parts, **there: Any) -> list[tuple[str, str]]:
     """Do the same off the event loop; checks may be async."""
-    found = []
+    found: list[tuple[str, str]] = []
     for selected, check in _checks(parts, there):
         with plugin_errors(str(selected)):
             result = await asyncio.to_thread(check)

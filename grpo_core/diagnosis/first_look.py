@@ -226,6 +226,7 @@ async def spelling(
     Raises ConfigError for a prompt in which such a spelling cannot stay text, and for rendered prompts of a
     task whose player renders messages itself.
     """
+    parts: list[tuple[str, str, ByTask, Mapping[str, EnvironmentClient]]]
     parts = [("task", "spelled", prompts, environments)]
     parts += [("validation of", "held_out_spelled", each.prompts, each.environments) for each in held_out]
     messages = {}
