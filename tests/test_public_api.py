@@ -95,6 +95,8 @@ SEAMS = {
 }
 """Tests across the seam between a plugin and the core, which run its pool, pipeline, laws and commands."""
 BEYOND = {
+    "grpo-plugin-agents": "import_file numbered orphans parsed thoughts",
+    "grpo-plugin-judge": "DEADLINE as_feedback units",
     "grpo-plugin-ray": """
         EngineConfig EnvironmentConfig Incident RemoteTraceback Retain SessionStart TrainerConfig copies
         engine_metrics interpreters offers wire
@@ -104,7 +106,7 @@ BEYOND = {
         layout memory plan publishing reported_as room_for
     """,
 }
-"""Internal names that distributions of ours take, which extend the built-in trainer and the placement."""
+"""Internal names that other distributions of ours take; no name may be added."""
 
 
 OURS = ("audit", "devkit", "doctor", "replay", "report")

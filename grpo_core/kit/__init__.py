@@ -49,16 +49,12 @@ A client or a server of others:
 
 An environment that is made of others:
 
-    evaluate_of, SCORES, Judgement, as_feedback   call another environment, and read what it returns
-    units, DEADLINE        divide its episodes into calls
+    evaluate_of, SCORES, Judgement   call another environment, and read what it returns
 
-A player (see ``grpo_plugin_agents``):
+A player or an engine that returns text:
 
     aio                    awaits several calls, cancels tasks and waits until they have ended
-    orphans                ends all that a program has started, by a variable that it inherits
-    import_file            imports a Python file
-    normalised, MessageError, parsed, numbered   read messages and calls that clients write
-    thoughts               a model's thinking in its messages
+    normalised, MessageError   read messages that others write
 
 The configuration, and states:
 
@@ -99,11 +95,8 @@ if TYPE_CHECKING:
     from grpo_core.engines.local.decoding_server import DecodingServer as DecodingServer
     from grpo_core.engines.local.engine import LocalEngine as LocalEngine
     from grpo_core.engines.wrapped import BackgroundMetrics as BackgroundMetrics
-    from grpo_core.environments.feedback import as_feedback as as_feedback
-    from grpo_core.environments.host import DEADLINE as DEADLINE
     from grpo_core.environments.host import SCORES as SCORES
     from grpo_core.environments.host import evaluate_of as evaluate_of
-    from grpo_core.environments.host import units as units
     from grpo_core.environments.outages import Service as Service
     from grpo_core.environments.pool import EnvironmentSpec as EnvironmentSpec
     from grpo_core.environments.pool import EnvironmentWorker as EnvironmentWorker
@@ -111,11 +104,9 @@ if TYPE_CHECKING:
     from grpo_core.loop.schedule import rate as rate
     from grpo_core.models import files as files
     from grpo_core.plugins.host import PluginHost as PluginHost
-    from grpo_core.plugins.installed import import_file as import_file
     from grpo_core.plugins.selection import PluginSelection as PluginSelection
     from grpo_core.plugins.transports import transport_of as transport_of
     from grpo_core.processes import aio as aio
-    from grpo_core.processes import orphans as orphans
     from grpo_core.processes.child import Child as Child
     from grpo_core.processes.child import scratch_directory as scratch_directory
     from grpo_core.processes.client import Answer as Answer
@@ -127,12 +118,9 @@ if TYPE_CHECKING:
     from grpo_core.processes.secrets import inert as inert
     from grpo_core.processes.served import die_with as die_with
     from grpo_core.storage.planes import RemotePlane as RemotePlane
-    from grpo_core.text import thoughts as thoughts
     from grpo_core.text.messages import MessageError as MessageError
     from grpo_core.text.messages import normalised as normalised
-    from grpo_core.text.messages import parsed as parsed
     from grpo_core.text.rendering import Renderer as Renderer
-    from grpo_core.text.response_formats import numbered as numbered
     from grpo_core.text.untrusted import read_json as read_json
     from grpo_core.training.model import Model as Model
     from grpo_core.training.model import ModelSource as ModelSource

@@ -16,7 +16,9 @@ from types import ModuleType
 from typing import Any
 
 from grpo_core import AgentClient, ConfigError, Environment, Episode, Feedback, PluginError, Prompt, errors
-from grpo_core.kit import PluginHost, evaluate_of, import_file, orphans, read_json
+from grpo_core.kit import PluginHost, evaluate_of, read_json
+from grpo_core.plugins.installed import import_file
+from grpo_core.processes import orphans
 
 LAST_WORDS = 1 << 20
 """Number of bytes read from the end of a program's output."""
