@@ -18,7 +18,9 @@ from tempfile import TemporaryDirectory
 from unittest import mock
 
 from grpo_core import ConfigError
-from grpo_core.kit import files, launch, parse_settings
+from grpo_core.app import launch
+from grpo_core.config import parse_settings
+from grpo_core.kit import files
 from grpo_plugin_doctor import activations, machine, memory
 from grpo_plugin_doctor.machine import Gpu, Memory
 

@@ -12,7 +12,8 @@ import torch
 
 from grpo_core import EngineSetup, Environment, Prompt, Weights
 from grpo_core.engines.local.engine import LocalEngine
-from grpo_core.kit import layout, read_weights
+from grpo_core.kit import read_weights
+from grpo_core.weights import layout
 
 
 def write_down(log: str, weights: Weights, held: str) -> None:

@@ -27,25 +27,23 @@ from grpo_core import (
     TrainerSetup,
     load_object,
 )
+from grpo_core.config import EngineConfig, TrainerConfig, build
 from grpo_core.contracts.tokens import fetched
 from grpo_core.kit import (
-    EngineConfig,
     EnvironmentSpec,
     ModelRequest,
     PluginHost,
     Renderer,
     SharedMemoryWriter,
     StartModel,
-    TrainerConfig,
-    build,
     checkpoint_tensors,
     files,
-    publishing,
     read_buckets,
     read_weights,
     transport_of,
 )
 from grpo_core.testing import HostedEnvironment, prompts
+from grpo_core.weights import publishing
 from grpo_plugin_devkit.decoding import load_test_model, make_test_model
 
 # ---------------------------------------------------------------------------------- transports

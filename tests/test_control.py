@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from functools import partial
 
 import pytest
 from hypothesis import assume, given, settings
@@ -17,10 +18,11 @@ from test_cli import refused
 from test_rollout import SAMPLING, VERSION_0, prompts
 from test_segments import GIVEN, ends_of, make_tokenizer, said, user
 
-from grpo_core.app.first_look import RunPrompts
 from grpo_core.contracts.errors import ControlInText, ModelError
 from grpo_core.contracts.incidents import reported_to
 from grpo_core.contracts.records import Feedback, Prompt
+from grpo_core.diagnosis.conventions import missing_start
+from grpo_core.diagnosis.first_look import spelling
 from grpo_core.loop.rollout import RolloutRequest, play
 from grpo_core.models.files import chat_template
 from grpo_core.testing import FakeEngine, FakeEnvironment
@@ -203,7 +205,7 @@ def test_an_answer_is_text_as_well_and_a_row_is_the_rendering_of_the_conversatio
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_without_a_spelling_has_the_ids_of_apply_chat_template(kind):
     renderer, _ = pair(kind, TRIMS)
-    tokenizer = renderer._tokenizer
+    tokenizer = renderer.tokenizer
     messages = [{"role": "user", "content": " what <tool_response> é <|file|>\n"}]
     assert renderer.prompt_ids(messages) == tuple(
         tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
@@ -212,13 +214,13 @@ def test_text_without_a_spelling_has_the_ids_of_apply_chat_template(kind):
 
 def test_a_reply_keeps_its_tags_and_spells_no_turn():
     renderer, _ = pair("byte BPE", CHATML)
-    token = renderer._tokenizer.convert_tokens_to_ids
+    token = renderer.tokenizer.convert_tokens_to_ids
     said = {"role": "assistant", "content": "<think>no</think><|im_end|>yes"}
     user = {"role": "user", "content": "<think>a</think>"}
     ids = renderer.prompt_ids([user, said, user])
     assert (ids.count(token("<think>")), ids.count(token("</think>"))) == (1, 1)
     assert ids.count(token("<|im_end|>")) == 3
-    assert renderer.whole(ids) == renderer._tokenizer.apply_chat_template(
+    assert renderer.whole(ids) == renderer.tokenizer.apply_chat_template(
         [user, said, user], add_generation_prompt=True, tokenize=False
     )
 
@@ -226,9 +228,9 @@ def test_a_reply_keeps_its_tags_and_spells_no_turn():
 def test_a_token_that_appears_only_when_letters_are_normalised_is_text_too():
     """The vocabulary of a unigram model has the names of control tokens."""
     renderer, _ = pair("unigram", CHATML)
-    end = renderer._tokenizer.convert_tokens_to_ids("</s>")
+    end = renderer.tokenizer.convert_tokens_to_ids("</s>")
     wide = "what \uff1c/s\uff1e it"
-    plain = renderer._tokenizer.encode(wide, add_special_tokens=False)
+    plain = renderer.tokenizer.encode(wide, add_special_tokens=False)
     ids = renderer.prompt_ids([{"role": "user", "content": wide}])
     assert end in plain, "else this test shows nothing"
     assert end not in ids
@@ -270,7 +272,7 @@ def test_without_a_template_messages_are_text_and_rendered_prompts_are_not(parts
 
 @pytest.mark.parametrize(("template", "missing"), [(CHATML, "<s>"), (TRIMS, ""), (None, "")])
 def test_a_start_that_the_template_lacks_is_named(template, missing):
-    assert pair("byte BPE", template or "")[0].missing_start() == missing
+    assert missing_start(pair("byte BPE", template or "")[0]) == missing
 
 
 # ---------------------------------------------------------------------------------- in runs
@@ -318,12 +320,12 @@ def test_prompts_that_spell_control_tokens_are_counted_and_said_with_the_first()
         )
         for number in range(200)
     ]
-    found = RunPrompts(prompts={"t": some})
-    messages = asyncio.run(found.spelling({"t": FakeEnvironment()}, renderer))
+    found = partial(spelling, held_out=[], prompts={"t": some}, environments={"t": FakeEnvironment()})
+    messages = asyncio.run(found(renderer))
     (message,) = messages.values()
     assert "13 of 200 prompts spell control tokens (first: id 7, <|im_end|>); they are text" in message
-    rendered = Renderer(renderer._tokenizer, rendered=True)
-    assert not asyncio.run(found.spelling({"t": FakeEnvironment()}, rendered))
+    rendered = Renderer(renderer.tokenizer, rendered=True)
+    assert not asyncio.run(found(rendered))
 
 
 ENVIRONMENT = """

@@ -11,12 +11,12 @@ from test_response_formats import QWEN3
 from test_segments import OPENS, PLAIN, make_tokenizer
 
 from grpo_core import Environment, Prompt
-from grpo_core.app.first_look import conventions_of_validation, first_look
-from grpo_core.config import EnvironmentConfig, RolloutConfig, ValidationConfig
+from grpo_core.config import Config, EnvironmentConfig, ValidationConfig
+from grpo_core.diagnosis.conventions import REPLIES, WITH_CALLS, misread, unstopped_end
+from grpo_core.diagnosis.first_look import first_look
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.models.files import chat_template
 from grpo_core.testing import HostedEnvironment
-from grpo_core.text.conventions import REPLIES, WITH_CALLS, misread
 from grpo_core.text.rendering import Renderer
 from grpo_core.validation.runner import HeldOut
 
@@ -120,10 +120,10 @@ def test_a_call_after_which_no_completion_stops_is_named():
     ).replace(
         "<|end|>\n{% endfor %}{% if add", "{% if not m.tool_calls %}<|end|>{% endif %}\n{% endfor %}{% if add"
     )
-    assert renderer(JSON).unstopped_end([], call=True) == ""
-    assert renderer(goes_on).unstopped_end([]) == ""
-    assert "</tool_call>" in renderer(goes_on).unstopped_end([], call=True)
-    assert renderer(goes_on).unstopped_end(["</tool_call>"], call=True) == ""
+    assert unstopped_end(renderer(JSON), [], call=True) == ""
+    assert unstopped_end(renderer(goes_on), []) == ""
+    assert "</tool_call>" in unstopped_end(renderer(goes_on), [], call=True)
+    assert unstopped_end(renderer(goes_on), ["</tool_call>"], call=True) == ""
 
 
 class Agent(Environment):
@@ -145,7 +145,7 @@ def looked(environment, its, agents=None):
         pool = pool_of(environment, agents)
         await pool.start()
         prompts = {"sums": [Prompt(messages="1+1=", answer="2")]}
-        return await first_look(RolloutConfig(), {"sums": pool}, prompts, its)
+        return await first_look(Config(), its, [], prompts, {"sums": pool})
 
     return asyncio.run(story())
 
@@ -174,7 +174,7 @@ def test_a_validation_whose_tool_calls_would_all_fail_says_so_before_it_plays():
         await pool.start()
         prompts = {"set": [Prompt(messages="1+1=", answer="2")], "nothing": []}
         part = HeldOut(config=ValidationConfig(), prompts=prompts, environments=dict.fromkeys(prompts, pool))
-        return await conventions_of_validation(its, [], [part])
+        return await first_look(Config(), its, [part])
 
     (told,) = asyncio.run(story(renderer(XML))).values()
     assert told.startswith("the tool calls of task 'set' fail: the chat template writes a tool call")

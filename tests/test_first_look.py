@@ -8,10 +8,10 @@ import json
 import pytest
 
 from grpo_core import Environment, Prompt
-from grpo_core.app.first_look import first_look, leaks
-from grpo_core.config import EnvironmentConfig, RolloutConfig, RowOptions, ValidationConfig
+from grpo_core.config import Config, EnvironmentConfig, RolloutConfig, RowOptions, ValidationConfig
 from grpo_core.data.files import file as read_file
 from grpo_core.data.rows import ReadRows, RowReader
+from grpo_core.diagnosis.first_look import first_look, leaks
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.testing import HostedEnvironment
 from grpo_core.text.rendering import Renderer
@@ -82,11 +82,11 @@ def looked(environment, renderer, *, prompts=None, held=(), **rollout):
         pool = EnvironmentPool([HostedEnvironment(environment, task="sums")], EnvironmentConfig())
         await pool.start()
         return await first_look(
-            RolloutConfig(**rollout),
-            {"sums": pool},
-            {"sums": prompts or await pool.prompts("train")},
+            Config(rollout=RolloutConfig(**rollout)),
             renderer,
             held,
+            {"sums": prompts or await pool.prompts("train")},
+            {"sums": pool},
         )
 
     return asyncio.run(story())

@@ -12,13 +12,14 @@ from test_first_look import SHOWS_TOOLS, Sums, Tools, letters, looked
 from test_resume import QUICK
 
 from grpo_core import Prompt
-from grpo_core.app.first_look import LOOKED_AT, RunPrompts
+from grpo_core.app.prompts import RunPrompts
 from grpo_core.config import EnvironmentConfig, RowOptions, ValidationConfig
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.data.files import file as read_file
 from grpo_core.data.loaders import IndexedLoader
 from grpo_core.data.rows import ReadRows, RowReader
 from grpo_core.data.sizes import UNBOUNDED, size
+from grpo_core.diagnosis.first_look import LOOKED_AT
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.testing import HostedEnvironment
 from grpo_core.text.rendering import Renderer

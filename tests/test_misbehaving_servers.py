@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 
 import grpo_core as grpo
 from grpo_core import EngineSetup, GenerationRequest
-from grpo_core.kit import Client, read_body, read_json, retried, said
+from grpo_core.kit import Client, read_json, retried, said
 from grpo_core.processes.client import LONGEST_WAIT, NotSent, ServiceError, retry_after
+from grpo_core.text.untrusted import read_body
 from grpo_plugin_judge.environment import Judge
 from grpo_plugin_mcp.server import Server, ToolFailed
 from grpo_plugin_openai.engine import OpenAIEngine

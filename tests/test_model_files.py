@@ -10,10 +10,11 @@ from safetensors.torch import load_file, save_file
 from test_early_checks import ENV, FILE, option, refused
 from test_rollout import played, requests
 
+from grpo_core.config import Config, ModelConfig
 from grpo_core.contracts.errors import ModelError
 from grpo_core.contracts.incidents import reported_to
 from grpo_core.demo.tiny import make_tiny_model
-from grpo_core.models.fitting import check_files
+from grpo_core.diagnosis.model_files import check_files
 from grpo_core.testing import FakeEnvironment, FakeRenderer
 from grpo_core.text.rendering import Renderer
 
@@ -60,9 +61,9 @@ def add_token(model, text, *, special, id=99):
 
 
 def test_files_that_fit_together_are_not_mentioned(model):
-    assert check_files(model) == []
+    assert check_files(Config(), model) == []
     rows(model, 128)  # padding
-    assert check_files(model) == []
+    assert check_files(Config(), model) == []
 
 
 def other_head(found):
@@ -127,7 +128,7 @@ def test_a_contradiction_is_wrong_input_that_names_both_sides(model, case):
     harm, message = CONTRADICTIONS[case]
     harm(model)
     with pytest.raises(ModelError) as wrong:
-        check_files(model)
+        check_files(Config(), model)
     assert message in str(wrong.value)
     assert wrong.value.exit_status == 2
 
@@ -163,12 +164,14 @@ SUSPICIONS = {
 def test_what_may_be_meant_is_a_warning(model, case):
     harm, message = SUSPICIONS[case]
     harm(model)
-    (said,) = check_files(model)
+    (said,) = check_files(Config(), model)
     assert message in said
 
 
-def test_the_chosen_template_counts_and_not_the_tokenizers(model):
-    (said,) = check_files(model, "<|im_start|>{{ messages[0].content }}")
+def test_the_chosen_template_counts_and_not_the_tokenizers(model, tmp_path):
+    written = tmp_path / "other.jinja"
+    written.write_text("<|im_start|>{{ messages[0].content }}")
+    (said,) = check_files(Config(model=ModelConfig(chat_template=str(written))), model)
     assert "<|im_start|>" in said
 
 
@@ -176,10 +179,10 @@ def test_a_placeholder_for_images_needs_no_row(model):
     """The smallest Gemma 3 reads texts only, and its tokenizer has one."""
     add_token(model, "<image_soft_token>", special=True)
     edit(model, "tokenizer_config.json", extra_special_tokens={"image_token": "<image_soft_token>"})
-    assert check_files(model) == []
+    assert check_files(Config(), model) == []
     (model / "chat_template.jinja").write_text("<image_soft_token>{{ messages[0].content }}")
     with pytest.raises(ModelError, match="such as '<image_soft_token>' with the id 99"):
-        check_files(model)
+        check_files(Config(), model)
 
 
 @pytest.mark.parametrize(("tokens", "said"), [(2**31, []), (97, [("textless", "the model")])])

@@ -12,8 +12,8 @@ from test_cli import GRPO, events
 from test_plugins import install, plugin  # noqa: F401
 
 from grpo_core.app.launch import configure
-from grpo_core.app.make import preflight
 from grpo_core.app.parts import Parts
+from grpo_core.app.preflight import preflight
 from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.plugins.host import PluginHost
 from grpo_plugin_devkit.modules import check_preflight
@@ -70,6 +70,16 @@ def test_a_plugin_warns_of_a_run_or_refuses_it(install):  # noqa: F811
     assert checked(budget={}) == [("budget", "the run ends after 2 steps")]
     with pytest.raises(ConfigError, match=r"budget\.steps is 0"):
         checked(budget={"steps": 0})
+
+
+def test_a_check_is_called_once_what_it_needs_is_there(install, tmp_path):  # noqa: F811
+    install("budget", BUDGET.replace("def check(config, host):", "def check(config, model, host=None):"))
+    assert checked(budget={}) == []
+    config, host = configure([{"plugins": ["budget"], "budget": {}}], {})
+    assert preflight(Parts(config, host), model=tmp_path) == [("budget", "the run ends after 2 steps")]
+    install("other", BUDGET.replace("def check(config, host):", "def check(config, plugins):"))
+    with pytest.raises(PluginError, match=r"no run has its parameter 'plugins'; expected some of config, h"):
+        preflight(Parts(*configure([{"plugins": ["other"]}], {})))
 
 
 def test_a_check_that_fails_is_a_fault_of_its_plugin(install):  # noqa: F811

@@ -21,7 +21,7 @@ from attrs import frozen
 from documents import PAGES, ROOT, blocks, name_of
 
 from grpo_core import Run
-from grpo_core.kit import headline
+from grpo_core.loop.metrics import headline
 
 TOLERANCE = 0.15
 """How far below the figure of a page a run may end: seeds and machines differ."""

@@ -235,7 +235,7 @@ def test_a_template_that_fails_or_leaves_its_sandbox_is_refused(merging, templat
 
 
 def parsed(renderer, text, *, tools=({"type": "function"},)):
-    ids = as_ids(renderer._tokenizer.encode(text))
+    ids = as_ids(renderer.tokenizer.encode(text))
     return renderer.message(text, token_ids=ids, before=as_ids(()), tools=tools)
 
 

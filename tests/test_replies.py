@@ -16,7 +16,6 @@ from grpo_core.contracts.events import WarningRaised
 from grpo_core.contracts.records import Completion, Feedback, Group, Rollout, RunInfo
 from grpo_core.diagnosis.replies import Diagnosis, Replies
 from grpo_core.loop.health import WINDOW
-from grpo_core.reporting import trackers
 from grpo_core.reporting.trackers import call
 from grpo_core.testing import FakeEngine, FakeEnvironment, prompts
 
@@ -304,20 +303,31 @@ def test_a_run_that_learns_is_never_warned_about(seed):
     assert all_causes(steps) == set()
 
 
+WITHOUT = """
+from grpo_core.plugins import builtins
+from grpo_core.reporting import trackers
+trackers.ALWAYS = ()
+del builtins.grpo_preflight
+"""
+
+
 @pytest.mark.slow
 def test_a_run_without_the_diagnosis_trains_the_same_weights(tmp_path):
-    def weights_of(name, always):
+    def weights_of(name, without=""):
         program = tmp_path / f"{name}.py"
         program.write_text(
             "import sys\n"
             "import grpo_core\n"
-            "from grpo_core.reporting import trackers\n"
-            f"trackers.ALWAYS = {always!r}\n"
+            f"{without}"
             "if __name__ == '__main__':\n"
             "    grpo_core.train(env='math:sort', steps=2, output=sys.argv[1], trainer={'threads': 1},\n"
             "        engine={'threads': 1}, pipeline={'policy': 'in_order', 'max_staleness': 0})\n"
+            "    print(*(name for name in sys.modules if name.startswith('grpo_core.diagnosis.')))\n"
         )
-        subprocess.run([sys.executable, program, name], cwd=tmp_path, check=True, capture_output=True)
-        return [path.read_bytes() for path in sorted((tmp_path / name).rglob("*.safetensors"))]
+        done = subprocess.run([sys.executable, program, name], cwd=tmp_path, check=True, capture_output=True)
+        files = sorted((tmp_path / name).rglob("*.safetensors"))
+        return done.stdout.splitlines()[-1], [path.read_bytes() for path in files]
 
-    assert weights_of("with", trackers.ALWAYS) == weights_of("without", ()) != []
+    room, trained = weights_of("with")
+    assert room.count(b"grpo_core.diagnosis.") == 4, "replies, first_look, conventions and model_files"
+    assert weights_of("without", WITHOUT) == (b"", trained) != (b"", [])

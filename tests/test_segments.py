@@ -163,14 +163,14 @@ class Played:
         self.segments = [[(token, False) for token in renderer.prompt_ids(self.messages, tools)]]
 
     def text(self, messages=None, *, generation=True):
-        return self.renderer._text(messages or self.messages, generation=generation, tools=self.tools)
+        return self.renderer.render(messages or self.messages, generation=generation, tools=self.tools)
 
     def row(self):
-        return self.renderer._tokenizer.decode([token for token, _ in self.segments[-1]])
+        return self.renderer.tokenizer.decode([token for token, _ in self.segments[-1]])
 
     def reply(self, message, written, answers):
         """The model writes ``written``, whose message this is, and the environment answers."""
-        sampled = self.renderer._encode(written)
+        sampled = self.renderer.encode(written)
         self.segments[-1] += [(token, True) for token in sampled]
         end = sampled[-1] if sampled[-1] in self.renderer.stop_token_ids else None
         new = self.renderer.continuation_ids(
@@ -213,7 +213,7 @@ def test_reasoning_that_a_user_makes_the_template_forget_ends_a_segment():
     assert found == [2, 3]
     assert "no no" not in played.row()
     assert played.row() == played.text()
-    assert played.renderer._tokenizer.decode(played.sampled()) == 2 * (THOUGHT + "<|end|>")
+    assert played.renderer.tokenizer.decode(played.sampled()) == 2 * (THOUGHT + "<|end|>")
 
 
 def test_a_reply_without_reasoning_continues_although_a_last_turn_would_show_some():
@@ -312,7 +312,7 @@ def test_a_stop_token_in_a_later_message_does_not_hide_that_message():
 def test_a_template_that_takes_arguments_as_text_gets_text():
     renderer = make_renderer(JSON_ARGUMENTS)
     renderer.check_turns(tools=True)
-    assert '{"item": "tea"}' in renderer._text([user("?"), said("yes", "price")], generation=False)
+    assert '{"item": "tea"}' in renderer.render([user("?"), said("yes", "price")], generation=False)
 
 
 def test_calls_stay_as_the_model_wrote_them():
@@ -351,13 +351,13 @@ def squeezed(text):
 
 def written(renderer, messages, message, tools):
     """Return how the template writes a last message, up to its first stop token; None if it does not."""
-    start = renderer._text(messages, generation=True, tools=tools)
-    whole = renderer._text([*messages, message], generation=False, tools=tools)
+    start = renderer.render(messages, generation=True, tools=tools)
+    whole = renderer.render([*messages, message], generation=False, tools=tools)
     if not whole.startswith(start):
         return None
-    ids = renderer._encode(whole[len(start) :])
+    ids = renderer.encode(whole[len(start) :])
     ends = next((i for i, token in enumerate(ids) if token in renderer.stop_token_ids), len(ids) - 1)
-    return renderer._tokenizer.decode(ids[: ends + 1])
+    return renderer.tokenizer.decode(ids[: ends + 1])
 
 
 @contextlib.contextmanager
@@ -390,7 +390,7 @@ def test_what_is_sampled_is_trained_once_and_what_the_model_reads_is_what_the_te
             text = written(renderer, played.messages, message, tools) or thought + content
             if "<think>" in text and not thought:
                 message = {**message, "content": "<think>\n\n</think>\n\n" + content}
-            spoken += renderer._encode(text)
+            spoken += renderer.encode(text)
             played.reply(message, text, answers)
             assert squeezed(played.row()) == squeezed(played.text())
         assert played.sampled() == spoken
@@ -476,7 +476,7 @@ def test_a_template_that_only_appends_makes_one_segment_and_is_saved_with_the_mo
     assert segments_of(tmp_path / "run") == [1.0, 1.0]
     saved = Renderer.load(str(next((tmp_path / "run" / "checkpoints").glob("step-*")) / "trainer"))
     asked = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert saved._text([user("hi")], generation=True) == asked
+    assert saved.render([user("hi")], generation=True) == asked
 
 
 @pytest.mark.long
@@ -491,7 +491,7 @@ def test_a_template_that_is_not_there_is_named_before_anything_starts(qwen3, tmp
 def test_variables_of_the_template_come_from_the_configuration(qwen3):
     config = Config(model=ModelConfig(chat_template_kwargs={"enable_thinking": False}))
     renderer = Parts(config, PluginHost.discover([])).renderer(str(qwen3), [])
-    assert renderer._text([user("hi")], generation=True).endswith("<think>\n\n</think>\n\n")
+    assert renderer.render([user("hi")], generation=True).endswith("<think>\n\n</think>\n\n")
 
 
 def test_our_template_only_appends():

@@ -21,8 +21,8 @@ def test_what_a_template_raises_is_reported_as_before():
 def test_a_turn_renders_what_is_new_and_a_fork_what_it_continues():
     renderer = make_renderer(PLAIN)
     rendered = []
-    text = renderer._text
-    renderer._text = lambda messages, **options: rendered.append(len(messages)) or text(messages, **options)
+    text = renderer.render
+    renderer.render = lambda messages, **options: rendered.append(len(messages)) or text(messages, **options)
     asked, reply = [user("what")], said("yes")
     end = renderer.stop_token_ids[0]
 

@@ -23,7 +23,7 @@ IDS = st.lists(st.integers(5, 340), max_size=12)
 def test_a_reply_is_what_it_adds_to_the_text_of_its_prompt(kind, prompt, reply, filler):
     """The oracle decodes the whole of both, whose length is not bounded."""
     renderer, _ = pair(kind, CHATML)
-    tokenizer = renderer._tokenizer
+    tokenizer = renderer.tokenizer
     hidden = set(tokenizer.all_special_ids)
     prompt = [*tokenizer.encode(filler, add_special_tokens=False), *prompt]
     reply = [token for token in reply if token not in hidden]
@@ -40,18 +40,18 @@ def test_a_reply_is_what_it_adds_to_the_text_of_its_prompt(kind, prompt, reply, 
 
 def test_clean_up_removes_no_blanks_whatever_the_configuration_says():
     renderer, _ = pair("unigram", CHATML)
-    renderer._tokenizer.clean_up_tokenization_spaces = True
-    ids = renderer._tokenizer.encode("what , it 's a .", add_special_tokens=False)
+    renderer.tokenizer.clean_up_tokenization_spaces = True
+    ids = renderer.tokenizer.encode("what , it 's a .", add_special_tokens=False)
     try:
         assert renderer.text(ids) == "what , it 's a ."
     finally:
-        renderer._tokenizer.clean_up_tokenization_spaces = False
+        renderer.tokenizer.clean_up_tokenization_spaces = False
 
 
 def test_a_long_run_of_bytes_before_a_reply_does_not_break_its_first_character():
     renderer, _ = pair("byte fallback", CHATML)
-    prompt = renderer._tokenizer.encode("what " + "😀" * 9, add_special_tokens=False)
-    reply = renderer._tokenizer.encode("😀é", add_special_tokens=False)[1:]
+    prompt = renderer.tokenizer.encode("what " + "😀" * 9, add_special_tokens=False)
+    reply = renderer.tokenizer.encode("😀é", add_special_tokens=False)[1:]
     assert renderer.text(reply, prompt) == "😀é"
 
 
@@ -60,11 +60,11 @@ def test_tags_of_thoughts_are_read_also_if_they_are_special_tokens(kind):
     from transformers import AddedToken
 
     renderer, _ = pair(kind, CHATML)
-    renderer._tokenizer.add_special_tokens(
+    renderer.tokenizer.add_special_tokens(
         {"extra_special_tokens": [AddedToken(tag, special=True) for tag in ("<think>", "</think>")]}
     )
-    made = Renderer(renderer._tokenizer)
-    ids = made._tokenizer.encode("<think>no</think>yes<|im_end|>", add_special_tokens=False)
+    made = Renderer(renderer.tokenizer)
+    ids = made.tokenizer.encode("<think>no</think>yes<|im_end|>", add_special_tokens=False)
     assert made.text(ids, ids[:1]).replace(" ", "") == "<think>no</think>yes"
 
 
@@ -74,7 +74,7 @@ def test_tags_of_thoughts_are_read_also_if_they_are_special_tokens(kind):
 def test_without_a_template_an_answer_is_what_it_adds_to_the_row(kind, answer):
     """A tokenizer may begin each text that it encodes with a blank."""
     renderer, _ = pair(kind, "")
-    said = renderer._encode("what it")
+    said = renderer.encode("what it")
     messages = [{"role": "user", "content": answer}]
     ids = renderer.continuation_ids(
         messages, before=[], said={"role": "assistant", "content": "what"}, end=None
@@ -90,7 +90,7 @@ ODD = '<tool_call>{"name": "write", "arguments": {"text": "</think>"}}</tool_cal
 
 def called(text, before=""):
     renderer, _ = pair("byte BPE", CHATML)
-    ids = [as_ids(renderer._tokenizer.encode(part, add_special_tokens=False)) for part in (text, before)]
+    ids = [as_ids(renderer.tokenizer.encode(part, add_special_tokens=False)) for part in (text, before)]
     message = renderer.message(text, token_ids=ids[0], before=ids[1], tools=[TOOL])
     return message["content"], [call["function"]["name"] for call in message.get("tool_calls", ())]
 
@@ -146,10 +146,10 @@ def test_a_stop_text_is_found_where_the_reply_has_it(tmp_path_factory, kind, tex
     renderer, _ = pair(kind, CHATML)
     folder = tmp_path_factory.getbasetemp() / f"stops {kind}"
     if not folder.exists():
-        renderer._tokenizer.save_pretrained(folder)
+        renderer.tokenizer.save_pretrained(folder)
     stops = StopStrings(str(folder))
-    start = renderer._tokenizer.encode("a", add_special_tokens=False)
-    ids = renderer._tokenizer.encode(text, add_special_tokens=False)
+    start = renderer.tokenizer.encode("a", add_special_tokens=False)
+    ids = renderer.tokenizer.encode(text, add_special_tokens=False)
     for n in range(1, len(ids) + 1):
         reply = added(renderer.whole, start, ids[:n])
         ended = stops.may_end((stop,), ids[n - 1]) and stops.ended((stop,), ids[:n][-stops.window((stop,)) :])

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from grpo_core.kit import Trend
+from grpo_core.loop.health import Trend
 from grpo_core.validation.estimates import mean_with_interval
 
 

@@ -16,12 +16,13 @@ from typing import Any
 from attrs import asdict, evolve, frozen
 
 from grpo_core.app import provenance, readings
-from grpo_core.app.first_look import RunPrompts, first_look, has_tokenizer, judge_one_reply, leaks
 from grpo_core.app.gpus import Devices
 from grpo_core.app.launch import Launch, changed_schedule, check_held, identity
 from grpo_core.app.make import interval_of
 from grpo_core.app.model_sources import ModelRequest, StartModel, fetched, with_max_tokens
 from grpo_core.app.parts import SYNC_ATTEMPTS, SYNC_GRACE, check_lengths, check_loaders, with_steps
+from grpo_core.app.preflight import first_look
+from grpo_core.app.prompts import RunPrompts, has_tokenizer, judge_one_reply
 from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import as_table
@@ -293,8 +294,14 @@ async def build_pipeline(run: Launch) -> Pipeline:
         kept, messages = await found.short_enough(
             config.rollout.max_prompt_tokens, tasks.environments, renderer, tasks.loaders
         )
-        messages |= await kept.spelling(tasks.environments, renderer)
         run.warnings += messages.items()
+        run.warnings += await first_look(
+            parts,
+            renderer=renderer,
+            held_out=kept.held_out,
+            prompts=kept.prompts,
+            environments=tasks.environments,
+        )
         return renderer, kept
 
     renderer = None
@@ -335,16 +342,13 @@ async def _pipeline(
     """
     parts, config, prompts, held_out = run.parts, run.parts.config, found.prompts, found.held_out
     environments = run.tasks.environments
-    found_odd = await first_look(config.rollout, environments, prompts, renderer, held_out)
-    found_odd |= await asyncio.to_thread(leaks, prompts, held_out)
     for remark in parts.remarks:
         if remark.costs:
-            found_odd["off_policy"] = remark.message
+            run.warnings.append(("off_policy", remark.message))
         else:
             run.trackers.status(remark.message)
     if run.found is not None and (changed := changed_schedule(run.found, config.trainer)):
-        found_odd["schedule"] = changed
-    run.warnings += found_odd.items()
+        run.warnings.append(("schedule", changed))
     buffer, places, ahead = parts.buffer(), parts.places(), run.tasks.loaders
     for loader in ahead.values():
         loader.status = run.trackers.status
@@ -459,8 +463,7 @@ async def _start_model(run: Launch, found: RunPrompts) -> StartModel:
         )
     )
     if start.prepare is None:  # it may have just been downloaded
-        odd = await asyncio.to_thread(run.parts.odd_files, Path(start.path))
-        run.warnings += [("model", each) for each in odd]
+        run.warnings += await first_look(run.parts, model=Path(start.path))
     return start
 
 

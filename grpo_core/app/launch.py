@@ -18,10 +18,11 @@ from typing import Any
 from attrs import define, evolve, field, frozen
 
 from grpo_core._version import __version__
-from grpo_core.app.make import make, preflight
+from grpo_core.app.make import make
 from grpo_core.app.model_sources import EvalTarget, check_start, start_digest, without_overridden
 from grpo_core.app.parts import Parts, engine_dtype, intervals
 from grpo_core.app.paths import with_absolute_paths
+from grpo_core.app.preflight import preflight
 from grpo_core.app.provenance import file_hashes
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, TrainerConfig, as_table, build, merge, replace_parts
@@ -157,7 +158,7 @@ def check_model(parts: Parts) -> list[str]:
     """
     path = parts.config.model.path
     directory = None if parts.plugins.offers("model", path) else directory_here(path)
-    return [] if directory is None else parts.odd_files(directory)
+    return [] if directory is None else [message for _, message in preflight(parts, model=directory)]
 
 
 def tasks_of(envs: Sequence[str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from grpo_core.app.model_sources import teacher_model
 from grpo_core.app.parts import Parts
 from grpo_core.config import CUTS, Config, EnvironmentConfig, TaskConfig, ValidationConfig
 from grpo_core.config.idle import CLUSTER, MEASURED, OF_LOSS, WEIGHING, idle_keys
-from grpo_core.contracts.errors import ConfigError, did_you_mean, plugin_errors, wrong_input
+from grpo_core.contracts.errors import ConfigError, did_you_mean, wrong_input
 from grpo_core.contracts.loss import problems_of
 from grpo_core.data.samplers import plugin_state
 from grpo_core.loop.endings import Goal
@@ -26,7 +26,6 @@ from grpo_core.loop.schedule import rate
 from grpo_core.models.files import ADAPTERS, chat_template, check_path
 from grpo_core.plugins.configured import model_section
 from grpo_core.plugins.host import Kind, PluginHost
-from grpo_core.plugins.offers import Selected
 from grpo_core.processes.interpreters import Interpreter, from_here
 from grpo_core.reporting.trackers import check_trackers
 from grpo_core.storage.planes import check_reader
@@ -122,22 +121,6 @@ def _make(parts: Parts) -> None:
     parts.model.check()
     chat_template(config.model.chat_template)
     check_response_format(config.model.response_format)
-
-
-def preflight(parts: Parts) -> list[tuple[str, str]]:
-    """Call the functions of ``grpo_preflight``; return causes and messages of their warnings.
-
-    Raises GrpoError.
-    """
-    host = parts.plugins
-    found = []
-    for plugin in host.plugins:
-        for name, given in plugin.offers.get("preflight", {}).items():
-            offer = Selected("preflight", name, plugin, given)
-            function = offer.load()
-            with plugin_errors(str(offer)):
-                found += [(name, message) for message in function(parts.config, host)]
-    return found
 
 
 def _check_teacher(config: Config) -> None:

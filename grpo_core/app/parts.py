@@ -51,7 +51,6 @@ from grpo_core.loop.rollout import LostBudget, SamplingParams
 from grpo_core.loop.rows import Clipped
 from grpo_core.loop.versions import Interval
 from grpo_core.models.files import chat_template
-from grpo_core.models.fitting import check_files
 from grpo_core.plugins.configured import model_section
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.offers import Bound
@@ -340,10 +339,6 @@ class Parts:
             plugins=self.plugins.selection.allow,
             block=self.plugins.selection.block,
         )
-
-    def odd_files(self, model: Path) -> list[str]:
-        """Return warnings about the files of a model.  Raises ModelError if they contradict each other."""
-        return check_files(model, chat_template(self.config.model.chat_template))
 
     def renderer(self, model: str, engines: Iterable[EngineConfig]) -> Renderer:
         """Load the renderer of a model; an engine's option ``max_model_len`` bounds its rollouts, too."""

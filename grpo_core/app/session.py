@@ -15,10 +15,11 @@ from typing import Any
 from attrs import evolve, frozen
 
 from grpo_core.app import provenance
-from grpo_core.app.first_look import RunPrompts, conventions_of_validation
 from grpo_core.app.launch import RUNS, configure_target, new_directory, unused
 from grpo_core.app.model_sources import EvalTarget, ModelRequest, StartModel, find_target, with_max_tokens
 from grpo_core.app.parts import Parts, sampling_params
+from grpo_core.app.preflight import first_look, preflight
+from grpo_core.app.prompts import RunPrompts
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, ValidationConfig, as_toml
 from grpo_core.contracts import protocols
@@ -184,7 +185,7 @@ async def _start_engine(
 
     config, engines = parts.config, parts.engines
     ((key, section),) = engines.items()
-    for odd in await asyncio.to_thread(parts.odd_files, path):
+    for _, odd in await first_look(parts, model=path):
         status(f"warning: {odd}")
     devices = await asyncio.to_thread(parts.placement.devices, None, engines)
     setup = parts.engine_setup(section, str(path), logs=None, colocated=False)
@@ -313,9 +314,8 @@ class Measurement:
             renderer, found = session.renderer, RunPrompts(held_out=held_out)
             if isinstance(renderer, Renderer):  # a model's renderer
                 found, messages = await found.short_enough(config.rollout.max_prompt_tokens, {}, renderer)
-                messages |= await found.spelling({}, renderer)
-                messages |= await conventions_of_validation(renderer, config.rollout.stop, found.held_out)
-                for message in messages.values():
+                odd = await first_look(parts, renderer=renderer, held_out=found.held_out)
+                for _, message in [*messages.items(), *odd]:
                     status(message)
             for part in found.held_out:
                 there, wanted = max(map(len, part.prompts.values()), default=0), part.config.prompts
@@ -367,7 +367,7 @@ def prepare(
             f"--only {unknown[0]}: is neither a task nor a validation set; expected one of {', '.join(known)}"
         )
     if measured.model is not None:
-        parts.odd_files(measured.model)
+        preflight(parts, model=measured.model)
     if output is None:
         now = datetime.now().strftime("%Y%m%d-%H%M%S")
         in_run = Path(target, "validated", now) if target and Path(target, CONFIG).is_file() else None

@@ -19,7 +19,7 @@ the factory is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import pluggy
@@ -283,11 +283,16 @@ def grpo_models() -> Mapping[str, Callable[..., object] | Offer | str]:  # type:
 
 
 @hookspec
-def grpo_preflight() -> Mapping[str, Callable[..., Iterable[str]] | str]:  # type: ignore[empty-body]
-    """Offer checks that are called before anything of a run starts: ``{name: function(config, host)}``.
+def grpo_preflight() -> Mapping[str, Callable[..., object] | str]:  # type: ignore[empty-body]
+    """Offer checks of a run: ``{name: function}``.  Each is called once what its parameters name is there.
 
-    The function returns warnings, which the run raises with the name as their cause, and raises ConfigError
-    for a run that must not start.
+    * ``config`` and ``host``, the plugins: before anything of a run starts.
+    * ``model``, a directory: when it is here, before its weights are loaded.
+    * ``renderer``, ``held_out``, ``prompts`` and ``environments``: before the first rollout; the function may
+      be async.  ``validate`` has no ``prompts`` and no ``environments``.
+
+    The function returns warnings: texts, whose cause is its name, or texts by their cause.  It raises
+    ConfigError for a run that must not start.
     """
 
 

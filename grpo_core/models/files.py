@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from grpo_core.contracts.errors import ModelError
+from attrs import define, frozen
+
+from grpo_core.contracts.errors import ConfigError, ModelError
 
 PROCESSOR = Path("/proc/cpuinfo")
 """Lists what the processor can do, on Linux."""
@@ -274,6 +278,60 @@ def header_of(path: Path) -> dict[str, Any]:
         header = json.loads(file.read(length))
     header.pop("__metadata__", None)
     return dict(header)
+
+
+@frozen
+class Tensor:
+    """A tensor in a file of safetensors."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+    begin: int
+    end: int
+
+
+@define(slots=False)
+class ModelFiles:
+    """The files of a model's directory; one that is missing is empty."""
+
+    directory: Path
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """``config.json``, with the part about text."""
+        config = self.table("config.json")
+        text = config.get("text_config")
+        return {**config, **(text if isinstance(text, Mapping) else {})}
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The tensors of the weights by name; empty if the files do not list them."""
+        try:
+            return {
+                name: Tensor(path, tuple(map(int, each["shape"])), each["dtype"], *each["data_offsets"])
+                for path in weight_files(self.directory)
+                for name, each in header_of(path).items()
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return {}
+
+    def table(self, name: str) -> Mapping[str, Any]:
+        """Read a JSON file; raise ModelError if it is no table."""
+        path = self.directory / name
+        try:
+            found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        except (OSError, ValueError, RecursionError) as error:
+            raise self.wrong(f"{name} cannot be read: {str(error)[:200]}") from None
+        if not isinstance(found, dict):
+            raise self.wrong(f"{name} is {type(found).__name__}; expected a table")
+        return found
+
+    def wrong(self, text: str) -> ModelError:
+        """Return an error about these files, which are wrong input."""
+        error = ModelError(f"model {str(self.directory)!r}: {text}")
+        error.exit_status = ConfigError.exit_status
+        return error
 
 
 def keep_softcapping(model: Any) -> None:

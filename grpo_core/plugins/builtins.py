@@ -61,6 +61,17 @@ def grpo_trackers() -> Mapping[str, str]:
 
 
 @hookimpl
+def grpo_preflight() -> Mapping[str, str]:
+    home = "grpo_core.diagnosis"
+    return {
+        "model": f"{home}.model_files:check_files",
+        "spelling": f"{home}.first_look:spelling",
+        "first_look": f"{home}.first_look:first_look",
+        "leaks": f"{home}.first_look:leaks",
+    }
+
+
+@hookimpl
 def grpo_losses() -> Mapping[str, str]:
     return {"grpo": "grpo_core.losses.clipped:grpo"}
 

@@ -85,12 +85,13 @@ class Renderer:
         response_format: str = AUTO,
         rendered: bool = False,
     ) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         without_clean_up(getattr(tokenizer, "backend_tokenizer", None))
         self._variables = dict(chat_template_kwargs or {})
         self.response_format = response_format
         self._read = response_reader(response_format, tokenizer)
-        self._template = bool(getattr(tokenizer, "chat_template", None)) and not rendered
+        self.has_template = bool(getattr(tokenizer, "chat_template", None)) and not rendered
+        """Whether a chat template renders messages."""
         self.rendered_prompts = rendered
         """Whether prompts are rendered text."""
         self._rendered_lately = Rendered()
@@ -183,14 +184,14 @@ class Renderer:
 
         Raises ModelError if it refuses the roles, or leaves out the assistant's text.
         """
-        if not self._template or tools in self._checked:
+        if not self.has_template or tools in self._checked:
             return
         said = _sketch({"role": "assistant", "content": "!"}, 1)
-        if said["content"] not in self._text([_ASKED, said, _ASKED], generation=True):
+        if said["content"] not in self.render([_ASKED, said, _ASKED], generation=True):
             raise ModelError("the chat template does not render assistant messages; use another template")
         if tools:
             answer = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": "?"}
-            self._text([_ASKED, {**said, "tool_calls": [_CALL]}, answer], generation=True)
+            self.render([_ASKED, {**said, "tool_calls": [_CALL]}, answer], generation=True)
         self._checked.add(tools)
 
     def prompt_ids(
@@ -203,80 +204,20 @@ class Renderer:
         Raises ControlInText if a text spells a control token, and would become that token.
         """
         if self.rendered_prompts:
-            return self._encode(_joined(messages), start=True)
-        return self._encode(self._text(messages, generation=True, tools=tools), start=True)
+            return self.encode(_joined(messages), start=True)
+        return self.encode(self.render(messages, generation=True, tools=tools), start=True)
 
     def spelled(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Return a control token that messages or tools spell, and that is encoded as text; "" if none."""
         return "" if self.rendered_prompts else self._control.spelled(messages, tools)
 
-    def missing_start(self) -> str:
-        """Return the token with which the tokenizer begins each text, and the template does not; or ""."""
-        if not self._template:
-            return ""
-        bare, ids = (self._tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
-        start = ids[: next((i for i in range(len(ids)) if ids[i : i + len(bare)] == bare), 0)]
-        if self.prompt_ids([_ASKED])[: len(start)] == tuple(start):
-            return ""
-        return self.whole(start)
-
-    def ignores(self, tools: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether there is a chat template that renders a prompt as if there were no tools."""
-        asked = self._text([_ASKED], generation=True)
-        return self._template and self._text([_ASKED], generation=True, tools=tools) == asked
-
-    def unstopped_end(self, stop: Sequence[str], *, call: bool = False) -> str:
-        """Return the template's end of a turn if no completion stops there, or else an empty text.
-
-        Args:
-            stop: texts at which a completion stops.
-            call: whether the turn ends with a tool call instead of a text.
-        """
-        if not self._template:
-            return ""
-        mark, answer = _marks(1)
-        said: list[Message] = [{"role": "assistant", "content": mark}]
-        if call:
-            function = {"name": "f", "arguments": {"x": mark}}
-            said = [
-                {"role": "assistant", "content": "", "tool_calls": [{**_CALL, "function": function}]},
-                {"role": "tool", "name": "f", "tool_call_id": _CALL["id"], "content": answer},
-            ]
-        try:
-            text = self._text([_ASKED, *said], generation=False)
-        except ModelError:
-            return ""
-        end = text.partition(mark)[2].partition(answer)[0].strip()
-        stops = any(token in self.stop_token_ids for token in self._encode(end))
-        return "" if stops or any(text.strip() in end for text in stop) else end
-
-    def written(
-        self, said: Message, tools: Sequence[Mapping[str, Any]] = ()
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the tokens before a reply, and the reply as the template writes it, up to its stop token.
-
-        Raises ModelError if the template cannot render it.
-        """
-        start = self._text([_ASKED], generation=True, tools=tools)
-        whole = self._text([_ASKED, said], generation=False, tools=tools)
-        if not whole.startswith(start):  # such as one that opens the reasoning for the model alone
-            same = next(i for i, (a, b) in enumerate(zip(start, [*whole, ""], strict=False)) if a != b)
-            start = start[: 1 + max(start.rfind(end, 0, same) for end in "\n>]")]
-        ids = self._encode(whole[len(start) :])
-        ends = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), len(ids))
-        return self._encode(start), ids[: ends + 1]
-
     def reading(self, response_format: str) -> Renderer:
         """Return this renderer with another response format.  Raises ConfigError, ModelError."""
         other = copy(self)
         other.response_format = response_format
-        other._read = response_reader(response_format, self._tokenizer)
+        other._read = response_reader(response_format, self.tokenizer)
         other._control = other._control_tokens()
         return other
-
-    def length(self, text: str) -> int:
-        """Return the number of tokens of a reply."""
-        return len(self._encode(text))
 
     def continuation_ids(
         self,
@@ -305,14 +246,14 @@ class Renderer:
         Returns None if the template renders the conversation differently once it continues: the next turn
         then follows ``prompt_ids`` of all messages.
         """
-        if not self._template:
-            return self._encode_after(self._text(messages, generation=True))
+        if not self.has_template:
+            return self._encode_after(self.render(messages, generation=True))
         history = [_sketch(message, place) for place, message in enumerate(before)]
         spoken = _sketch(said, len(before))
         start = self._rendered_lately.find(before, tools)
         if start is None:
-            start = self._text(history, generation=True, tools=tools)
-        whole = self._text([*history, spoken, *messages], generation=True, tools=tools)
+            start = self.render(history, generation=True, tools=tools)
+        whole = self.render([*history, spoken, *messages], generation=True, tools=tools)
         if not self._tells_time:
             self._rendered_lately.keep((*before, said, *messages), tools, whole)
         thought, content = _marks(len(before))
@@ -321,7 +262,7 @@ class Renderer:
         if not whole.startswith(start) or forgotten:
             return None
         after = after if shown else own  # some templates leave out the text next to a call
-        last = partial(self._text, [*history, spoken], generation=False, tools=tools)
+        last = partial(self.render, [*history, spoken], generation=False, tools=tools)
         if not spoken.get("tool_calls"):
             answer = str(messages[0].get("content") or "") if messages else ""
             return self._after_end(
@@ -354,22 +295,22 @@ class Renderer:
                 message.
             rest: the text that follows if no stop token ends the turn; None if unknown.
         """
-        ids = self._encode(text)
+        ids = self.encode(text)
         ends = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), None)
         if ends and not in_turn(self.whole(ids[:ends])):
             ends = None
         if ends is not None:
             same = end in (None, ids[ends])
             return (ids[ends:] if end is None else ids[ends + 1 :]) if same else None
-        if end is not None and ids and ids[0] in self._tokenizer.all_special_ids:
+        if end is not None and ids and ids[0] in self.tokenizer.all_special_ids:
             return None
         following = rest()
         return None if following is None else self._encode_after(following)
 
     def _closes(self, text: str) -> bool:
         """Return whether a text ends with a special token."""
-        ids = self._encode(text.rstrip())
-        return bool(ids) and ids[-1] in self._tokenizer.all_special_ids
+        ids = self.encode(text.rstrip())
+        return bool(ids) and ids[-1] in self.tokenizer.all_special_ids
 
     def _unsaid(self, text: str, last: str, sampled: Ids | None) -> str:
         """Return the template's text after a completion, without the end of the turn that it already has.
@@ -379,7 +320,7 @@ class Renderer:
             last: what it writes after the completion if that is the last message.
             sampled: tokens of the completion.
         """
-        ids, alone = self._encode(text), self._encode(last)
+        ids, alone = self.encode(text), self.encode(last)
         same = next((i for i, (a, b) in enumerate(zip(ids, alone, strict=False)) if a != b), len(alone))
         end = self.whole(ids[:same])
         said = "" if sampled is None else self.whole(sampled[-_TAIL:].tolist())
@@ -402,7 +343,7 @@ class Renderer:
             before: tokens before the completion.
             tools: JSON schemas.
         """
-        if self._read or getattr(self._tokenizer, "response_template", None):
+        if self._read or getattr(self.tokenizer, "response_template", None):
             try:
                 said = (self._read or self._described)(token_ids, before, tools)
             except Exception:  # a library may raise anything; a garbled call is reported to the model
@@ -419,7 +360,7 @@ class Renderer:
         """Read a completion as the tokenizer's response template describes it."""
         prefix, sampled = before.tolist(), token_ids.tolist()
         text = added(self.whole, prefix, sampled)
-        parse = self._tokenizer.parse_response
+        parse = self.tokenizer.parse_response
         return dict(parse(text, prefix=self.whole(prefix), tools=list(tools) or None))
 
     def _opens_thought(self, before: Ids) -> bool:
@@ -439,11 +380,11 @@ class Renderer:
         """
         return [self.text(row, start) for row, start in zip_longest(rows, before, fillvalue=())]
 
-    def _text(
+    def render(
         self, messages: Sequence[Message], *, generation: bool, tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
         """Render messages, with a mark (``ControlTokens``) for each control token that they spell."""
-        if not self._template:
+        if not self.has_template:
             return self._plain(messages)
         text = self._rendering(messages, generation, tools)
         if not (spelled := self._control.spelled(messages, tools)):
@@ -459,7 +400,7 @@ class Renderer:
         )
 
     def _plain(self, messages: Sequence[Message]) -> str:
-        """Join the contents of messages, with marks as in ``_text``."""
+        """Join the contents of messages, with marks as in ``render``."""
         joined: list[Message] = [{"content": _joined(messages)}]  # also a token that two messages spell
         if not self._control.spelled(joined):
             return _joined(messages)
@@ -495,7 +436,7 @@ class Renderer:
         for message in shown:
             if calls := message.get("tool_calls"):
                 message["tool_calls"] = list(map(self._renderable, calls))
-        return str(self._tokenizer.apply_chat_template(shown, tokenize=False, **given))
+        return str(self.tokenizer.apply_chat_template(shown, tokenize=False, **given))
 
     def _renderable(self, call: Mapping[str, Any]) -> dict[str, Any]:
         """Return a call that a template can render, even if the model garbled it."""
@@ -506,14 +447,15 @@ class Renderer:
 
     def whole(self, token_ids: Sequence[int]) -> str:
         """Decode tokens, with special tokens."""
-        return str(self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
+        return str(self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
 
-    def _encode(self, text: str, *, start: bool = False) -> tuple[int, ...]:
+    def encode(self, text: str, *, start: bool = False) -> tuple[int, ...]:
+        """Encode a rendered text; ``start``: it begins a sequence."""
         # a template writes its special tokens itself; plain text gets the model's, only at its start
-        special, text = start and not self._template, well_formed(text)
-        ids = self._tokenizer.encode(text, add_special_tokens=special)
+        special, text = start and not self.has_template, well_formed(text)
+        ids = self.tokenizer.encode(text, add_special_tokens=special)
         if start and self.rendered_prompts:
-            alone = self._tokenizer.encode(text, add_special_tokens=False)
+            alone = self.tokenizer.encode(text, add_special_tokens=False)
             return tuple(
                 alone if alone[:1] == ids[:1] else (ids[0], *alone)
             )  # it may begin with the token itself
@@ -528,15 +470,15 @@ class Renderer:
         for before in (
             "\n=#" if text and self._begins_with_blank else ""
         ):  # one that joins no token of the text
-            ids = self._encode(before + text)
+            ids = self.encode(before + text)
             for place in range(1, min(_FEW, len(ids))):
                 if added(self.whole, self._letter, ids[place:]) == self._control.unmarked(text):
                     return ids[place:]
-        return self._encode(text)
+        return self.encode(text)
 
     @cached_property
     def _letter(self) -> tuple[int, ...]:
-        return self._encode("a")
+        return self.encode("a")
 
     @cached_property
     def _begins_with_blank(self) -> bool:
@@ -545,18 +487,18 @@ class Renderer:
     @cached_property
     def _around(self) -> list[int]:
         """Tokens that the tokenizer adds to a text without a template."""
-        return list(self._tokenizer.encode(""))
+        return list(self.tokenizer.encode(""))
 
     def _control_tokens(self) -> ControlTokens:
         """Return the control tokens of the tokenizer, the template and the response format."""
         turns = ""
-        if self._template:
+        if self.has_template:
             with contextlib.suppress(ModelError):
                 said = {"role": "assistant", "content": "!"}
                 turns = self._rendering([_ASKED, said, _ASKED], True, ())
-        described = str(getattr(self._tokenizer, "response_template", None) or "").replace("\\", "")
+        described = str(getattr(self.tokenizer, "response_template", None) or "").replace("\\", "")
         read = None if self._read else described
-        return ControlTokens(self._tokenizer, self.stop_token_ids, turns=turns, read=read)
+        return ControlTokens(self.tokenizer, self.stop_token_ids, turns=turns, read=read)
 
 
 def _joined(messages: Sequence[Message]) -> str:
@@ -621,23 +563,23 @@ class Rendered:
 
     def __init__(self, most: int = MOST_CHARACTERS) -> None:
         self._most, self._size = most, 0
-        self._texts: OrderedDict[int, tuple[Sequence[Message], Tools, str]] = OrderedDict()
+        self.renders: OrderedDict[int, tuple[Sequence[Message], Tools, str]] = OrderedDict()
 
     def find(self, messages: Sequence[Message], tools: Tools) -> str | None:
         """Return the text of a conversation, if it is known."""
         if not messages:
             return None
-        known, shown, text = self._texts.get(id(messages[-1]), ((), (), ""))
+        known, shown, text = self.renders.get(id(messages[-1]), ((), (), ""))
         same = len(known) == len(messages) and all(map(operator.is_, known, messages))
         return text if same and list(shown) == list(tools) else None
 
     def keep(self, messages: Sequence[Message], tools: Tools, text: str) -> None:
         """Keep a text, and drop the oldest ones if the total is too long."""
-        self._drop(self._texts.pop(id(messages[-1]), None))
-        self._texts[id(messages[-1])] = messages, tools, text
+        self._drop(self.renders.pop(id(messages[-1]), None))
+        self.renders[id(messages[-1])] = messages, tools, text
         self._size += len(text)
         while self._size > self._most:
-            self._drop(self._texts.popitem(last=False)[1])
+            self._drop(self.renders.popitem(last=False)[1])
 
     def _drop(self, entry: tuple[Sequence[Message], Tools, str] | None) -> None:
         self._size -= len(entry[2]) if entry else 0

@@ -101,7 +101,7 @@ def make_renderer():
 
 async def measured(sessions: int, turns: int, renderer, seconds: tuple[float, float], *, floor: bool):
     """Return the overheads of all calls and the computing time of one in ms, and the calls a second."""
-    ids = [*renderer._encode("it is the answer " * 6), renderer.stop_token_ids[0]]
+    ids = [*renderer.encode("it is the answer " * 6), renderer.stop_token_ids[0]]
     server = AgentServer(PlayerSetup())
     await server.start()
     waits: list[float] = []

@@ -25,9 +25,9 @@ from attrs import evolve
 
 from grpo_core.app.parts import Parts
 from grpo_core.config import Config, DataPlaneConfig, PlacementConfig
+from grpo_core.contracts.protocols import DataPlane
 from grpo_core.contracts.records import Group, Prompt, Rollout, Segment
 from grpo_core.contracts.tokens import Tokens, as_ids
-from grpo_core.kit import DataPlane
 from grpo_core.loop.rows import make_batch
 from grpo_core.plugins.host import PluginHost
 from grpo_core.processes.served import Call

@@ -85,11 +85,11 @@ def open_one(path: str) -> None:
     """Print the figures of a file, in the process that opens it."""
     import numpy as np  # noqa: F401  what a run has loaded before
 
-    from grpo_core.app.first_look import leaks
     from grpo_core.config import RowOptions, ValidationConfig
     from grpo_core.contracts.records import Prompt
     from grpo_core.data.files import read
     from grpo_core.data.rows import ReadRows, RowReader
+    from grpo_core.diagnosis.first_look import leaks
     from grpo_core.validation.runner import HeldOut
 
     if not path.endswith(".jsonl"):

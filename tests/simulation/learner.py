@@ -15,14 +15,14 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from attrs import define, field
 
-from grpo_core.contracts.errors import EngineError, ModelError, TrainerError
+from grpo_core.contracts.errors import EngineError, TrainerError
 from grpo_core.contracts.incidents import report
 from grpo_core.contracts.playing import Player
 from grpo_core.contracts.protocols import Trainer
@@ -157,6 +157,9 @@ def _class_of(prompt_ids: Sequence[int]) -> int:
 class Renderer:
     """A prompt is its class and some words; a completion's text has a letter for each token but the stop."""
 
+    has_template = True
+    tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [])
+
     def __init__(self, world: World, tasks: Sequence[Task]) -> None:
         self.stop_token_ids = (0,) if world.stops else ()
         self.context, self.vocabulary, self.tokens = world.positions, 2**20, 2**20
@@ -181,20 +184,14 @@ class Renderer:
     def texts(self, rows: Sequence[Sequence[int]], before: Sequence[Sequence[int]] = ()) -> list[str]:
         return ["".join(chr(97 + token) for token in row if token) for row in rows]
 
-    def length(self, text: str) -> int:
-        return len(text)
+    def render(self, messages: Sequence[Message], *, generation: bool, tools: Sequence[Any] = ()) -> str:
+        return ""  # the template ignores tools, and writes no replies
 
-    def unstopped_end(self, stop: Sequence[str], *, call: bool = False) -> str:
+    def encode(self, text: str) -> tuple[int, ...]:
+        return (500,) * len(text)
+
+    def whole(self, token_ids: Sequence[int]) -> str:
         return ""
-
-    def missing_start(self) -> str:
-        return ""
-
-    def written(self, said: Message, tools: Sequence[Any] = ()) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        raise ModelError("there is no template that writes replies")
-
-    def ignores(self, tools: Sequence[Any]) -> bool:
-        return True
 
 
 class Judge:

@@ -13,7 +13,6 @@ from typing import Any
 
 from attrs import asdict, evolve
 
-from grpo_core.app.first_look import first_look, leaks
 from grpo_core.app.parts import Parts
 from grpo_core.config import Config, as_table, build, merge
 from grpo_core.contracts.errors import GrpoError, TrackingError, describe, fault_of
@@ -30,6 +29,7 @@ from grpo_core.contracts.incidents import IncidentCounts, reported_to
 from grpo_core.contracts.records import Prompt
 from grpo_core.data.loaders import IndexedLoader
 from grpo_core.data.samplers import PromptStream
+from grpo_core.diagnosis.first_look import first_look, leaks
 from grpo_core.diagnosis.replies import Diagnosis
 from grpo_core.engines.wrapped import LimitedEngine
 from grpo_core.environments.pool import EnvironmentPool
@@ -179,7 +179,7 @@ class _Run:
                 environments=environments,
             )
         ]
-        found = await first_look(config.rollout, environments, prompts, renderer, held_out)
+        found = await first_look(config, renderer, held_out, prompts, environments)
         found |= leaks(prompts, held_out)
         warnings = [WarningRaised(step=0, cause=cause, message=text) for cause, text in found.items()]
         loaders = {name: IndexedLoader(name, own, seed=config.seed) for name, own in prompts.items()}

@@ -15,8 +15,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from grpo_core import AgentClient, ConfigError, Environment, Episode, Feedback, PluginError, Prompt
-from grpo_core.kit import PluginHost, evaluate_of, import_file, orphans, read_json, shortened
+from grpo_core import AgentClient, ConfigError, Environment, Episode, Feedback, PluginError, Prompt, errors
+from grpo_core.kit import PluginHost, evaluate_of, read_json
+from grpo_core.plugins.installed import import_file
+from grpo_core.processes import orphans
 
 LAST_WORDS = 1 << 20
 """Number of bytes read from the end of a program's output."""
@@ -94,7 +96,7 @@ class AgentProgram(Environment):
         if found is None and self._evaluate is None:
             last = (output.strip().splitlines() or [""])[-1]
             raise RuntimeError(
-                f"{self._command!r} ended with the line {shortened(last, 200)!r}; expected "
+                f"{self._command!r} ended with the line {errors.shortened(last, 200)!r}; expected "
                 '{"reward": NUMBER}, or the option reward'
             )
         return found

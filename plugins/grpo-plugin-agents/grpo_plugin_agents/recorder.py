@@ -45,7 +45,9 @@ from grpo_core import (
     errors,
     split_thought,
 )
-from grpo_core.kit import numbered, parsed, thoughts
+from grpo_core.text import thoughts
+from grpo_core.text.messages import parsed
+from grpo_core.text.response_formats import numbered
 
 Tools = Sequence[Mapping[str, Any]]
 

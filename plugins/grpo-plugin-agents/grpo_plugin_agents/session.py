@@ -30,7 +30,8 @@ from grpo_core import (
     Recording,
     errors,
 )
-from grpo_core.kit import aio, read_json, report, thoughts
+from grpo_core.kit import aio, read_json, report
+from grpo_core.text import thoughts
 from grpo_plugin_agents.dialects import Answer, BadRequest, ChatRequest, Dialect, encoded, event
 from grpo_plugin_agents.recorder import Conversations, Node, Recorder, Turn
 from grpo_plugin_agents.repeats import Attempt, Call, KeyReused, Repeats

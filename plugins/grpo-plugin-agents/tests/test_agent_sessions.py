@@ -60,7 +60,7 @@ class Says:
     def encoded(self, text, request):
         if isinstance(self.renderer, FakeRenderer):
             return tuple(map(ord, text))
-        return (*self.renderer._encode(text), self.renderer.stop_token_ids[0])
+        return (*self.renderer.encode(text), self.renderer.stop_token_ids[0])
 
 
 async def at_once(work, size):
@@ -308,7 +308,7 @@ CONTENTS = st.sampled_from(["what", "why", "edited", ""])
 
 def rendered(renderer, messages, tools):
     """Return what a model should read of a request, by the template alone."""
-    return renderer._text(messages, generation=True, tools=tools)
+    return renderer.render(messages, generation=True, tools=tools)
 
 
 @pytest.mark.long

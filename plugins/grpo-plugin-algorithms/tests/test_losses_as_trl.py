@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from grpo_core import losses
-from grpo_core.kit import PluginHost, parse_settings
+from grpo_core.config import parse_settings
+from grpo_core.kit import PluginHost
 from grpo_plugin_algorithms import losses as further
 from grpo_plugin_algorithms.losses import grpo
 

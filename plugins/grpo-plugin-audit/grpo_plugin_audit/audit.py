@@ -11,7 +11,8 @@ from typing import Any
 from attrs import define, evolve, field, frozen
 
 from grpo_core import ConfigError, GrpoError, Prompt
-from grpo_core.kit import EnvironmentWorker, Incident
+from grpo_core.contracts.incidents import Incident
+from grpo_core.kit import EnvironmentWorker
 from grpo_plugin_audit import behaviour, misses, replies, rewards, texts
 from grpo_plugin_audit.player import Player
 from grpo_plugin_audit.records import Finding, Reply, Solution, Trial, spread

@@ -15,17 +15,11 @@ from rich.console import Console
 from rich.text import Text
 
 from grpo_core import ConfigError, GrpoError, __version__
-from grpo_core.kit import (
-    Incident,
-    PluginHost,
-    Settings,
-    Words,
-    aio,
-    inert,
-    parse_settings,
-    reported_to,
-    sourced,
-)
+from grpo_core.app import sourced
+from grpo_core.config import parse_settings
+from grpo_core.contracts.incidents import Incident
+from grpo_core.kit import PluginHost, aio, inert, reported_to
+from grpo_core.plugins.options import Settings, Words
 from grpo_plugin_audit.audit import Audit, Extent
 from grpo_plugin_audit.records import Finding, Severity
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from attrs import asdict, define, field, frozen
 
-from grpo_core.kit import shortened
+from grpo_core.contracts.errors import shortened
 from grpo_plugin_audit.rejudging import Judged
 
 LARGEST = 10

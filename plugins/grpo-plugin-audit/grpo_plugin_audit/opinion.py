@@ -31,18 +31,13 @@ from grpo_core import (
     did_you_mean,
     events,
 )
-from grpo_core.kit import (
-    Config,
-    Parts,
-    PluginHost,
-    TaskConfig,
-    Tasks,
-    check_task,
-    launch,
-    lines_of_incidents,
-    report,
-    reported_to,
-)
+from grpo_core.app import launch
+from grpo_core.app.make import check_task
+from grpo_core.app.parts import Parts
+from grpo_core.app.tasks import Tasks
+from grpo_core.config import TaskConfig
+from grpo_core.contracts.incidents import lines_of_incidents
+from grpo_core.kit import Config, PluginHost, report, reported_to
 from grpo_plugin_audit.evidence import Evidence
 from grpo_plugin_audit.rejudging import Judged, judge
 from grpo_plugin_audit.section import AuditConfig

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from attrs import define, evolve, field
 
 from grpo_core import Episode, Feedback, Prompt
-from grpo_core.kit import EnvironmentWorker, assistant_message
+from grpo_core.kit import EnvironmentWorker
+from grpo_core.text.response_formats import assistant_message
 from grpo_plugin_audit.records import Reply, Solution, Trial
 
 CHARACTERS = 4

@@ -29,7 +29,9 @@ from grpo_core import (
     advantages,
     rewards,
 )
-from grpo_core.kit import EnvironmentClient, Judgement, Tasks
+from grpo_core.app.tasks import Tasks
+from grpo_core.contracts.playing import EnvironmentClient
+from grpo_core.kit import Judgement
 
 AT_ONCE = 256
 """Number of rollouts that are judged concurrently; groups are not split."""

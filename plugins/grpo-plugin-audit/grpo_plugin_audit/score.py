@@ -16,30 +16,16 @@ from rich.console import Console
 from rich.text import Text
 
 from grpo_core import ConfigError, GrpoError, Prompt, Run
-from grpo_core.kit import (
-    AsJson,
-    Config,
-    Flag,
-    Parts,
-    PluginHost,
-    Settings,
-    TaskConfig,
-    Tasks,
-    Words,
-    aio,
-    as_json,
-    check_settings,
-    check_task,
-    groups_in,
-    inert,
-    launch,
-    lines_of_incidents,
-    parse_settings,
-    prompts_in,
-    reported_to,
-    shortened,
-    wrong_input,
-)
+from grpo_core.app import launch
+from grpo_core.app.make import check_task
+from grpo_core.app.parts import Parts
+from grpo_core.app.tasks import Tasks
+from grpo_core.config import TaskConfig, check_settings, parse_settings
+from grpo_core.contracts.errors import shortened, wrong_input
+from grpo_core.contracts.incidents import lines_of_incidents
+from grpo_core.kit import Config, PluginHost, aio, inert, reported_to
+from grpo_core.plugins.options import AsJson, Flag, Settings, Words
+from grpo_core.reporting.stored import as_json, groups_in, prompts_in
 from grpo_plugin_audit.differences import TaskDifference, shown
 from grpo_plugin_audit.rejudging import Judged, KnownPrompts, judge, look_up
 

@@ -7,7 +7,7 @@ from typing import Any
 from attrs import field, frozen
 from attrs.validators import ge, gt, lt
 
-from grpo_core.kit import options_of
+from grpo_core.config.run import options_of
 
 
 @frozen(kw_only=True)

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from grpo_core import Prompt
-from grpo_core.kit import leakage
+from grpo_core.data import leakage
 from grpo_plugin_audit.near import nearly_leaked
 from grpo_plugin_audit.records import Finding, Rate, Severity, Solution, bare, short, text_of
 from grpo_plugin_audit.rewards import SURE, not_applicable

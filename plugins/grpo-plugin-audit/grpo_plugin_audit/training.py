@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from grpo_core import advantages, session
-from grpo_core.kit import sourced
+from grpo_core.app import sourced
 from grpo_plugin_audit.records import TOLERANCE, Finding, Rate, Severity, spread
 from grpo_plugin_audit.rewards import not_applicable
 

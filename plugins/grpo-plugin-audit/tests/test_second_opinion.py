@@ -14,8 +14,8 @@ import pytest
 import grpo_core as grpo
 import grpo_plugin_audit
 from grpo_core import ConfigError, Group, Prompt, Rollout
+from grpo_core.app import launch
 from grpo_core.contracts.events import RunStarted
-from grpo_core.kit import launch
 from grpo_core.reporting.verification import verified
 from grpo_core.testing import HostedEnvironment, check_config_sections, run
 from grpo_plugin_audit.evidence import Evidence

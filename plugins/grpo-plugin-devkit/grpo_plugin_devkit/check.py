@@ -14,17 +14,11 @@ from rich.console import Console
 from rich.text import Text
 
 from grpo_core import ConfigError, GrpoError, PluginError, load_object
-from grpo_core.kit import (
-    Config,
-    PluginHost,
-    Settings,
-    Words,
-    inert,
-    needs_of,
-    offers,
-    parse_settings,
-    sourced,
-)
+from grpo_core.app import sourced
+from grpo_core.config import parse_settings
+from grpo_core.kit import Config, PluginHost, inert, needs_of
+from grpo_core.plugins import offers
+from grpo_core.plugins.options import Settings, Words
 from grpo_plugin_devkit.conformance import Finding, finding_of, message_of
 from grpo_plugin_devkit.contracts import Contract
 from grpo_plugin_devkit.environments import findings_by_name

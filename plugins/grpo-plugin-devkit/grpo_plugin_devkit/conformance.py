@@ -18,7 +18,10 @@ from typing import Any, Literal, Protocol, TypeVar
 from attrs import define, evolve, field, frozen
 
 from grpo_core import Episode, GrpoError, PluginError, Prompt, Rollout, advantages, errors
-from grpo_core.kit import EnvironmentConfig, EnvironmentWorker, Incident, Judgement, assistant_message
+from grpo_core.config import EnvironmentConfig
+from grpo_core.contracts.incidents import Incident
+from grpo_core.kit import EnvironmentWorker, Judgement
+from grpo_core.text.response_formats import assistant_message
 from grpo_plugin_devkit.agents import play_agent, play_side_by_side
 
 T = TypeVar("T")

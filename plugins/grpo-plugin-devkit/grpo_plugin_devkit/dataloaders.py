@@ -17,7 +17,10 @@ from types import MappingProxyType
 from typing import Any
 
 from grpo_core import Prompt
-from grpo_core.kit import LookAhead, RowOptions, Source, states, structured
+from grpo_core.app.data import Source
+from grpo_core.config import RowOptions, structured
+from grpo_core.data import states
+from grpo_core.data.loaders import LookAhead
 from grpo_plugin_devkit.contracts import Contract
 
 READ = 24

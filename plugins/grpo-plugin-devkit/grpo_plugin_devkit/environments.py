@@ -17,7 +17,9 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from grpo_core import ConfigError, GrpoError
-from grpo_core.kit import Incident, PluginSelection, reported_to, sourced
+from grpo_core.app import sourced
+from grpo_core.contracts.incidents import Incident
+from grpo_core.kit import PluginSelection, reported_to
 from grpo_core.testing import HostedEnvironment, finished
 from grpo_plugin_devkit.conformance import Conformance, Finding
 

@@ -16,7 +16,7 @@ import inspect
 import subprocess
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -65,8 +65,8 @@ def check_commands(module: ModuleType) -> None:
 def check_preflight(module: ModuleType) -> None:
     """Raise AssertionError if the checks of a module's ``grpo_preflight`` violate their contract.
 
-    Each takes a configuration and the plugins, does not modify the configuration, and returns texts or raises
-    ConfigError.
+    Each does not modify the configuration, and returns texts, or texts by their cause, or raises ConfigError.
+    One that needs more than ``config`` and ``host`` is called by a run alone.
     """
     for name, offered in module.grpo_preflight().items():
         function = load_object(offered, who=name) if isinstance(offered, str) else offered
@@ -81,12 +81,17 @@ class PreflightContract(Contract):
 
     def it_warns_or_refuses(self) -> None:
         name, config = self._name, Config()
+        given = {"config": config, "host": PluginHost.discover()}
+        takes = inspect.signature(self._function).parameters
+        if not takes.keys() <= given.keys():
+            return
         try:
-            messages = self._function(config, PluginHost.discover())
+            messages: Any = self._function(**{each: given[each] for each in takes})
         except ConfigError:
             messages = ()
         except Exception as error:
             raise AssertionError(f"{name!r} raised {errors.describe(error)}; expected ConfigError") from error
+        messages = messages.values() if isinstance(messages, Mapping) else messages
         wrong = isinstance(messages, str) or not all(isinstance(each, str) for each in messages)
         assert not wrong, f"{name!r} returned {messages!r}; expected a list of warnings"
         assert as_table(config) == as_table(Config()), f"{name!r} changed the configuration"

@@ -19,7 +19,10 @@ from typing import Literal
 from attrs import frozen
 
 from grpo_core import ConfigError
-from grpo_core.kit import Flag, PluginHost, inert, offers, read_toml
+from grpo_core.config import read_toml
+from grpo_core.kit import PluginHost, inert
+from grpo_core.plugins import offers
+from grpo_core.plugins.options import Flag
 from grpo_plugin_devkit.adding import with_offer, with_requirements
 
 TEMPLATES = Path(__file__).parent / "templates"

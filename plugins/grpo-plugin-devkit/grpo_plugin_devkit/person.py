@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from grpo_core import GenerationRequest, Message, Reply, TextEngine
-from grpo_core.kit import assistant_message, interrupts
+from grpo_core.processes import interrupts
+from grpo_core.text.response_formats import assistant_message
 
 HELP = """\
   a reply is a line; a line that ends with \\ continues in the next one

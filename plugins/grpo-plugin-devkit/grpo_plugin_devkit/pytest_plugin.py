@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(
     if not names:
         return
     from grpo_core import GrpoError
-    from grpo_core.kit import parse_settings
+    from grpo_core.config import parse_settings
 
     try:
         options = parse_settings(config.getoption("--grpo-set"))

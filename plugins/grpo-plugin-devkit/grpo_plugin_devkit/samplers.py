@@ -25,7 +25,7 @@ except ImportError as error:
     raise ImportError("samplers are checked with Hypothesis: pip install 'grpo-core[testing]'") from error
 
 from grpo_core import Group, Prompt, Rollout, Sampler, SampleRequest
-from grpo_core.kit import checked_sample
+from grpo_core.data.samplers import checked_sample
 from grpo_core.testing import MemoryLoader
 
 SMALL = 100_000

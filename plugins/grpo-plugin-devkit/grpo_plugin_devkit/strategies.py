@@ -22,8 +22,10 @@ from typing import Any
 from attrs import define, field
 
 from grpo_core import Episode, Feedback, GenerationRequest, Prompt, ValidationStrategy, Weights
-from grpo_core.kit import EnvironmentConfig, EnvironmentPool, clock, headline
-from grpo_core.testing import FakeEngine, FakeEnvironment, FakeTrainer, fake_run, measured_by
+from grpo_core.config import EnvironmentConfig
+from grpo_core.environments.pool import EnvironmentPool
+from grpo_core.loop.metrics import headline
+from grpo_core.testing import FakeEngine, FakeEnvironment, FakeTrainer, clock, fake_run, measured_by
 from grpo_plugin_devkit.contracts import Contract
 
 Results = Mapping[str, Mapping[str, float]]

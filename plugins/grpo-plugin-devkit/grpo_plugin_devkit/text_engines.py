@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from grpo_core import Completion, EngineSetup, GenerationRequest, Message, TextEngine, Tool
-from grpo_core.kit import PlayingText, TextRenderer
+from grpo_core.engines.text import PlayingText, TextRenderer
 from grpo_plugin_devkit.contracts import Contract
 
 _TOOL = Tool(

@@ -20,7 +20,8 @@ from typing import Any
 from attrs import evolve
 
 from grpo_core import Group, RunInfo, Tracker, errors, events
-from grpo_core.kit import Config, TrackerThread, as_table
+from grpo_core.kit import Config, as_table
+from grpo_core.reporting.trackers import TrackerThread
 from grpo_core.testing import a_run
 from grpo_plugin_devkit.conformance import message_of
 from grpo_plugin_devkit.contracts import Contract

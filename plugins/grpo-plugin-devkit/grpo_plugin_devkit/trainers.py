@@ -23,14 +23,9 @@ import torch
 from attrs import evolve
 
 from grpo_core import Batch, Row, Tokens, Trainer, TrainerSetup, Weights
-from grpo_core.kit import (
-    ModelConfig,
-    TrainerConfig,
-    checkpoint_tensors,
-    encode,
-    make_tiny_model,
-    read_weights,
-)
+from grpo_core.config import ModelConfig, TrainerConfig
+from grpo_core.demo.tiny import encode
+from grpo_core.kit import checkpoint_tensors, make_tiny_model, read_weights
 from grpo_plugin_devkit.contracts import Contract, within
 from grpo_plugin_devkit.decoding import load_test_model
 

@@ -11,7 +11,9 @@ from rich.padding import Padding
 from rich.text import Text
 
 from grpo_core import AgentClient, Episode, Message, Prompt, Rollout
-from grpo_core.kit import EnvironmentClient, Judgement, SessionStart, inert
+from grpo_core.contracts.playing import EnvironmentClient
+from grpo_core.contracts.records import SessionStart
+from grpo_core.kit import Judgement, inert
 
 STYLES = {"user": "cyan", "system": "magenta", "tool": "yellow", "assistant": "green"}
 

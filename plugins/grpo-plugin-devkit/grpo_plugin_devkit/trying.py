@@ -12,27 +12,19 @@ from attrs import evolve, frozen
 from rich.console import Console
 
 from grpo_core import ConfigError, Prompt, Session
-from grpo_core.kit import (
-    Parts,
-    PlayingText,
-    PluginHost,
-    RunDirectory,
-    Settings,
-    Tasks,
-    TextRenderer,
-    Words,
-    aio,
-    check_task,
-    find_target,
-    launch,
-    lines_of_incidents,
-    merge,
-    parse_settings,
-    reported_to,
-    sourced,
-    start_session,
-    wrong_input,
-)
+from grpo_core.app import launch, sourced
+from grpo_core.app.make import check_task
+from grpo_core.app.model_sources import find_target
+from grpo_core.app.parts import Parts
+from grpo_core.app.session import start_session
+from grpo_core.app.tasks import Tasks
+from grpo_core.config import merge, parse_settings
+from grpo_core.contracts.errors import wrong_input
+from grpo_core.contracts.incidents import lines_of_incidents
+from grpo_core.engines.text import PlayingText, TextRenderer
+from grpo_core.kit import PluginHost, aio, reported_to
+from grpo_core.plugins.options import Settings, Words
+from grpo_core.storage.run_directory import RunDirectory
 from grpo_plugin_devkit.person import InputEnded, Person, Replies
 from grpo_plugin_devkit.transcript import ShownEnvironment, Transcript
 

@@ -18,7 +18,8 @@ from rich.console import Console
 
 import grpo_core as grpo
 from grpo_core import ConfigError, Weights
-from grpo_core.kit import Config, PlayingText, TextRenderer, aio
+from grpo_core.engines.text import PlayingText, TextRenderer
+from grpo_core.kit import Config, aio
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, HostedEnvironment, run
 from grpo_plugin_devkit.person import InputEnded, Person, Replies
 from grpo_plugin_devkit.transcript import ShownEnvironment, Transcript

@@ -20,16 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from grpo_core import ModelError, errors
-from grpo_core.kit import (
-    MicroBatch,
-    Passes,
-    Scorer,
-    TrainerConfig,
-    extra_bytes_on_gpu,
-    for_training,
-    packing,
-    token_budget,
-)
+from grpo_core.config import TrainerConfig
+from grpo_core.training import packing
+from grpo_core.training.budget import token_budget
+from grpo_core.training.logprobs import extra_bytes_on_gpu
+from grpo_core.training.microbatch import MicroBatch
+from grpo_core.training.model import Scorer
+from grpo_core.training.passes import Passes, for_training
 
 
 @frozen(kw_only=True)

@@ -18,21 +18,12 @@ from rich.text import Text
 
 import grpo_core
 from grpo_core import GrpoError, ModelError, errors
-from grpo_core.kit import (
-    AsJson,
-    Config,
-    Parts,
-    PluginHost,
-    Settings,
-    Words,
-    files,
-    inert,
-    launch,
-    make,
-    parse_settings,
-    read_toml,
-    scratch_directory,
-)
+from grpo_core.app import launch
+from grpo_core.app.make import make
+from grpo_core.app.parts import Parts
+from grpo_core.config import parse_settings, read_toml
+from grpo_core.kit import Config, PluginHost, files, inert, scratch_directory
+from grpo_core.plugins.options import AsJson, Settings, Words
 from grpo_plugin_doctor import Health, machine, memory
 
 RUNS = Path("runs")

@@ -18,22 +18,14 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve, frozen
 
 from grpo_core import ConfigError, EngineLoad, GrpoError, MemoryPart, ModelError
-from grpo_core.kit import (
-    Config,
-    EngineConfig,
-    Parts,
-    PluginHost,
-    as_table,
-    build,
-    engine_dtype,
-    files,
-    find_transport,
-    parse_settings,
-    state_bytes,
-    teacher_model,
-)
-from grpo_core.kit import gpus as gpu_choice
-from grpo_core.kit import memory as sizes
+from grpo_core.app import gpus as gpu_choice
+from grpo_core.app.model_sources import teacher_model
+from grpo_core.app.parts import Parts, engine_dtype
+from grpo_core.config import EngineConfig, build, parse_settings
+from grpo_core.kit import Config, PluginHost, as_table, files
+from grpo_core.plugins.transports import find_transport
+from grpo_core.training import memory as sizes
+from grpo_core.training.optimizers import state_bytes
 from grpo_plugin_doctor import Health, machine
 from grpo_plugin_doctor.parameters import dtypes_in, linear_parameters, lora_shapes, shapes_in
 

@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 
 from grpo_core import ModelError
-from grpo_core.kit import ModelFiles
+from grpo_core.models.files import ModelFiles
 
 NOT_LINEAR = (
     "lm_head", "embed_out", "embed_tokens", "embed_tokens_per_layer", "embed_in", "embed_positions",

@@ -15,14 +15,14 @@ from logged import Logged
 from moe import FAMILIES, make_moe_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from grpo_core.app import gpus
-from grpo_core.config import ModelConfig
+from grpo_core.app import gpus, launch
+from grpo_core.config import ModelConfig, parse_settings
 from grpo_core.contracts.errors import ConfigError, ModelError
 from grpo_core.contracts.records import EngineLoad, MemoryPart
 from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.engines.local.memory import memory as local_memory
-from grpo_core.kit import configured as built
-from grpo_core.kit import files, launch, parse_settings
+from grpo_core.kit import files
+from grpo_core.plugins.configured import configured as built
 from grpo_core.plugins.host import PluginHost
 from grpo_core.training.memory import trainer_parts
 from grpo_core.training.model import ModelSource, Scorer

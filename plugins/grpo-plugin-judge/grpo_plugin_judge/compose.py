@@ -35,7 +35,9 @@ from grpo_core import (
     did_you_mean,
     errors,
 )
-from grpo_core.kit import DEADLINE, SCORES, Judgement, PluginHost, as_feedback, evaluate_of, units
+from grpo_core.environments.feedback import as_feedback
+from grpo_core.environments.host import DEADLINE, units
+from grpo_core.kit import SCORES, Judgement, PluginHost, evaluate_of
 
 KEYS = ("env", "options", "weight", "requires")
 """Keys of a part."""

@@ -6,7 +6,8 @@ import textwrap
 import pytest
 
 from grpo_core import Episode, GrpoError, Prompt
-from grpo_core.kit import EnvironmentConfig, EnvironmentProcess
+from grpo_core.config import EnvironmentConfig
+from grpo_core.kit import EnvironmentProcess
 from grpo_core.testing import HostedEnvironment, make_offer
 
 PARTS = '''

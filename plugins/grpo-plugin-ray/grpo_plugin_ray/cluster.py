@@ -18,7 +18,10 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from grpo_core import ChildDied, ConfigError, EngineError, GrpoError, PluginError
-from grpo_core.kit import Incident, RemoteTraceback, offers, report
+from grpo_core.contracts.incidents import Incident
+from grpo_core.kit import report
+from grpo_core.plugins import offers
+from grpo_core.processes.served import RemoteTraceback
 
 ENVIRON = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 """Environment variables that select Ray's future defaults, to avoid its warnings."""

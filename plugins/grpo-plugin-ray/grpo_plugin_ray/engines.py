@@ -32,16 +32,11 @@ from grpo_core import (
     Weights,
     WeightSyncError,
 )
-from grpo_core.kit import (
-    BackgroundMetrics,
-    Incident,
-    PluginHost,
-    copies,
-    engine_metrics,
-    reported_to,
-    transport_of,
-    wire,
-)
+from grpo_core.contracts.incidents import Incident
+from grpo_core.engines import wire
+from grpo_core.engines.wrapped import engine_metrics
+from grpo_core.kit import BackgroundMetrics, PluginHost, reported_to, transport_of
+from grpo_core.storage import copies
 from grpo_plugin_ray.cluster import PluginRequirement, brief, call, load, report_again, where
 
 LINGER = 0.005

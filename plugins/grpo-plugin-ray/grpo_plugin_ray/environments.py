@@ -18,16 +18,10 @@ from grpo_core import (
     PluginError,
     Prompt,
 )
-from grpo_core.kit import (
-    EnvironmentConfig,
-    EnvironmentProcess,
-    Incident,
-    Judgement,
-    PluginSelection,
-    SessionStart,
-    report,
-    reported_to,
-)
+from grpo_core.config import EnvironmentConfig
+from grpo_core.contracts.incidents import Incident
+from grpo_core.contracts.records import SessionStart
+from grpo_core.kit import EnvironmentProcess, Judgement, PluginSelection, report, reported_to
 from grpo_plugin_ray.cluster import PluginRequirement, answer_of, call, load, report_again, where
 
 MAX_DEATHS = 3

@@ -7,16 +7,10 @@ import os
 from collections.abc import Mapping
 
 from grpo_core import ConfigError, Engine, EngineSetup
-from grpo_core.kit import (
-    Devices,
-    EngineConfig,
-    EnvironmentSpec,
-    EnvironmentWorker,
-    PluginHost,
-    Retain,
-    TrainerConfig,
-    interpreters,
-)
+from grpo_core.app.placement import Retain
+from grpo_core.config import EngineConfig, TrainerConfig
+from grpo_core.kit import Devices, EnvironmentSpec, EnvironmentWorker, PluginHost
+from grpo_core.processes import interpreters
 from grpo_plugin_ray.cluster import PluginRequirement, connected
 from grpo_plugin_ray.engines import RayEngine, Store, WorkerSetup
 from grpo_plugin_ray.environments import EnvironmentSetup, RayEnvironment

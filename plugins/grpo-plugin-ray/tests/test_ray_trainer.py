@@ -23,8 +23,10 @@ from test_ranks import batch, batches, hung, killed_in_a_call, model, ragged, ru
 pytest.importorskip("grpo_plugin_ray")
 
 from grpo_core import ConfigError, PluginError, TrainerError
+from grpo_core.app import launch
 from grpo_core.app.make import make
-from grpo_core.kit import launch, parse_settings, read_weights
+from grpo_core.config import parse_settings
+from grpo_core.kit import read_weights
 from grpo_plugin_ray import trainer as ray_trainer
 from grpo_plugin_ray.cluster import ENVIRON, ENVIRON_ALONE
 from grpo_plugin_ray.cluster import load as load_ray

@@ -7,16 +7,12 @@ from pathlib import Path
 from attrs import evolve
 
 from grpo_core import Run, Trainer, errors
-from grpo_core.kit import (
-    Config,
-    Parts,
-    PluginHost,
-    RunDirectory,
-    TrainerConfig,
-    fault,
-    files,
-    started_from,
-)
+from grpo_core.app.model_sources import started_from
+from grpo_core.app.parts import Parts
+from grpo_core.config import TrainerConfig
+from grpo_core.kit import Config, PluginHost, files
+from grpo_core.loop.checkpoint import fault
+from grpo_core.storage.run_directory import RunDirectory
 
 
 def saved_before(run: Path, step: int) -> tuple[int, Path | None]:

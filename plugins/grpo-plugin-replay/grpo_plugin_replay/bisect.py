@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from grpo_core import ConfigError, Group, Rollout
-from grpo_core.kit import launch, say
+from grpo_core.app import launch
+from grpo_core.commands.complaints import say
 from grpo_plugin_replay.history import History, first_metric, first_tensor, read
 
 NAMES = {

@@ -13,19 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_core import ConfigError, Group, Rollout, StepResult
-from grpo_core.kit import (
-    Config,
-    Parts,
-    PluginHost,
-    Settings,
-    Words,
-    aio,
-    as_table,
-    changed,
-    check_settings,
-    parse_settings,
-    say,
-)
+from grpo_core.app.parts import Parts
+from grpo_core.commands.complaints import say
+from grpo_core.config import check_settings, parse_settings
+from grpo_core.kit import Config, PluginHost, aio, as_table
+from grpo_core.plugins.configured import changed
+from grpo_core.plugins.options import Settings, Words
 from grpo_plugin_replay.history import StepRecord, compared, read
 from grpo_plugin_replay.replay import Replayer, batch_of
 

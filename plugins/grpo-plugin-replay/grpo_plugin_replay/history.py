@@ -11,7 +11,8 @@ from typing import Any
 from attrs import frozen
 
 from grpo_core import ConfigError, Group, Run, StateDigest
-from grpo_core.kit import Config, configured
+from grpo_core.kit import Config
+from grpo_core.plugins.configured import configured
 
 WIDTH = 4
 """Bytes of a tensor's fingerprint in a ``StateDigest``."""

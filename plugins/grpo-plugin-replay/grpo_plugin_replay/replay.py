@@ -16,7 +16,10 @@ from typing import Self
 from attrs import define, evolve, field, frozen
 
 from grpo_core import Batch, ConfigError, Group, StepResult, Trainer
-from grpo_core.kit import Config, PluginHost, Words, aio, rows, say, scratch_directory
+from grpo_core.commands.complaints import say
+from grpo_core.kit import Config, PluginHost, aio, scratch_directory
+from grpo_core.loop import rows
+from grpo_core.plugins.options import Words
 from grpo_plugin_replay.again import saved_before, trainer_again
 from grpo_plugin_replay.history import History, StepRecord, first_metric, first_tensor, read
 

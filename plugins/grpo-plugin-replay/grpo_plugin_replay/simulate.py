@@ -13,20 +13,12 @@ import attrs
 from attrs import define, evolve, field, frozen
 
 from grpo_core import ConfigError
-from grpo_core.kit import (
-    AsJson,
-    Config,
-    Flag,
-    PluginHost,
-    Settings,
-    Words,
-    changed,
-    complain,
-    launch,
-    parse_settings,
-    read_toml,
-    say,
-)
+from grpo_core.app import launch
+from grpo_core.commands.complaints import complain, say
+from grpo_core.config import parse_settings, read_toml
+from grpo_core.kit import Config, PluginHost
+from grpo_core.plugins.configured import changed
+from grpo_core.plugins.options import AsJson, Flag, Settings, Words
 from grpo_plugin_replay.forecast import Forecast, fewest_steps, for_steps, forecast
 from grpo_plugin_replay.times import Times, fitting, read_times
 

@@ -12,7 +12,7 @@ from attrs import asdict, evolve, field, frozen
 from attrs.validators import ge, gt, le
 
 from grpo_core import ConfigError
-from grpo_core.kit import merge, parse_settings, read_toml, structured
+from grpo_core.config import merge, parse_settings, read_toml, structured
 
 
 @frozen

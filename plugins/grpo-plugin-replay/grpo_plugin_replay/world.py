@@ -32,7 +32,8 @@ from grpo_core import (
     Trainer,
     Weights,
 )
-from grpo_core.kit import Judgement, SessionStart
+from grpo_core.contracts.records import SessionStart
+from grpo_core.kit import Judgement
 from grpo_plugin_replay.times import (
     EngineTimes,
     EnvironmentTimes,

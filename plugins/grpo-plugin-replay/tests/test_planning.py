@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from grpo_core import ConfigError
-from grpo_core.kit import PluginHost, configured, structured
+from grpo_core.config import structured
+from grpo_core.kit import PluginHost
+from grpo_core.plugins.configured import configured
 from grpo_plugin_replay import simulate as commands
 from grpo_plugin_replay.forecast import forecast
 from grpo_plugin_replay.simulate import best, table

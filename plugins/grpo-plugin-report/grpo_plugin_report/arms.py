@@ -10,7 +10,7 @@ from typing import Any
 
 from attrs import frozen
 
-from grpo_core.kit import shortened
+from grpo_core.contracts.errors import shortened
 
 CONFIDENCE = 0.95
 """Confidence of intervals for the mean over seeds, assuming normally distributed results."""

@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any, cast
 from attrs import define, field
 
 from grpo_core import Run
-from grpo_core.kit import inert, shortened, thoughts
+from grpo_core.contracts.errors import shortened
+from grpo_core.kit import inert
+from grpo_core.text import thoughts
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,7 +13,7 @@ from typing import Any
 from attrs import frozen
 
 from grpo_core import ConfigError, Run
-from grpo_core.kit import say
+from grpo_core.commands.complaints import say
 from grpo_plugin_report import arms, browsing, overlay
 from grpo_plugin_report.arms import Arm
 from grpo_plugin_report.explain.causes import Finding

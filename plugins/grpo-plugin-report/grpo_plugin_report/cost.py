@@ -15,7 +15,8 @@ from typing import Any
 from attrs import asdict, define, field
 
 from grpo_core import ConfigError, Run, RunInfo, Tracker, events
-from grpo_core.kit import SHARES, headline
+from grpo_core.loop.metrics import headline
+from grpo_core.validation.results import SHARES
 from grpo_plugin_report.config import Cost
 from grpo_plugin_report.pages import is_number, number, plain
 

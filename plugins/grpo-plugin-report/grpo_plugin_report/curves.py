@@ -9,7 +9,8 @@ from urllib.parse import unquote
 
 from attrs import evolve, frozen
 
-from grpo_core.kit import SHARES, headline
+from grpo_core.loop.metrics import headline
+from grpo_core.validation.results import SHARES
 from grpo_plugin_report.charts import Chart, Point, Series, chart
 
 Row = Mapping[str, Any]

@@ -8,7 +8,8 @@ from typing import Any
 
 from attrs import field, frozen
 
-from grpo_core.kit import SHARES, headline
+from grpo_core.loop.metrics import headline
+from grpo_core.validation.results import SHARES
 from grpo_plugin_report.arms import Arm, Estimate, difference, estimate
 from grpo_plugin_report.charts import LARGEST, Chart, Point, Series, chart
 from grpo_plugin_report.curves import (

@@ -22,17 +22,12 @@ from cyclopts import App
 from rich.filesize import decimal
 
 from grpo_core import ConfigError, Run
-from grpo_core.kit import (
-    AsJson,
-    Flag,
-    Retention,
-    RunDirectory,
-    complain,
-    headline,
-    planned_steps,
-    progress,
-    say,
-)
+from grpo_core.commands.complaints import complain, say
+from grpo_core.loop.metrics import headline
+from grpo_core.loop.retention import Retention
+from grpo_core.plugins.options import AsJson, Flag
+from grpo_core.storage.run_directory import RunDirectory, planned_steps
+from grpo_core.validation.results import progress
 from grpo_plugin_report import arms
 from grpo_plugin_report.cost import Account
 

@@ -17,7 +17,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from grpo_core import ConfigError, Run
-from grpo_core.kit import say
+from grpo_core.commands.complaints import say
 from grpo_plugin_report.report import Files, render
 
 HOST = "127.0.0.1"

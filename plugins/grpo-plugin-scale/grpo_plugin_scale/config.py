@@ -11,7 +11,7 @@ from attrs import field, frozen
 from attrs.validators import ge
 
 from grpo_core import ConfigError, Transport
-from grpo_core.kit import Config, ModelFiles, PluginHost, files
+from grpo_core.kit import Config, PluginHost, files
 
 
 @frozen(kw_only=True)
@@ -92,7 +92,7 @@ def refuse_experts(section: ScaledConfig, path: str) -> None:
     """
     if not section.divides or (directory := files.directory_here(path)) is None:
         return
-    tensors = ModelFiles(directory).tensors
+    tensors = files.ModelFiles(directory).tensors
     if name := next((name for name in tensors if re.search(r"\.experts\.\d+\.", name)), ""):
         raise ConfigError(
             f"{section.held}: model {path!r} is a mixture of experts, and transformers stacks the tensors of "

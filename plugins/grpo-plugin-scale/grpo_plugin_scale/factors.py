@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from grpo_core import ModelError, errors
-from grpo_core.kit import layout
+from grpo_core.weights import layout
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """Files of adapters in peft."""

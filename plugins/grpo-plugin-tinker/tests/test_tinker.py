@@ -10,7 +10,8 @@ import pytest
 
 import grpo_core as grpo
 from grpo_core import losses
-from grpo_core.kit import launch, make
+from grpo_core.app import launch
+from grpo_core.app.make import make
 from grpo_plugin_tinker.checks import service_loss
 from grpo_plugin_tinker.model import HostedModel
 from grpo_plugin_tinker.section import TinkerConfig

@@ -28,9 +28,9 @@ from grpo_core import (
     WeightSyncError,
 )
 from grpo_core.app.parts import Parts
-from grpo_core.config import Config
+from grpo_core.config import Config, EngineConfig
 from grpo_core.contracts.records import Canary, TensorPart, Weights
-from grpo_core.kit import EngineConfig, PluginHost, SharedMemoryWriter, read_weights, reported_to
+from grpo_core.kit import PluginHost, SharedMemoryWriter, read_weights, reported_to
 from grpo_core.loop import canary
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play

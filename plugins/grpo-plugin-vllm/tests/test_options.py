@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from grpo_core import EngineSetup, PluginError
-from grpo_core.kit import PluginHost, build
+from grpo_core.config import build
+from grpo_core.kit import PluginHost
 from grpo_plugin_vllm import server
 from grpo_plugin_vllm.engine import VllmEngine
 from grpo_plugin_vllm.options import BATCHED_TOKENS, Options, arguments

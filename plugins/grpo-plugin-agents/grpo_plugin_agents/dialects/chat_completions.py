@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_core.kit import thoughts
+from grpo_core.text import thoughts
 from grpo_plugin_agents.dialects import openai, reading
 from grpo_plugin_agents.dialects.requests import Answer, ChatRequest, History
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_core import Message
-from grpo_core.kit import MessageError, normalised, shortened
+from grpo_core import Message, errors
+from grpo_core.kit import MessageError, normalised
 from grpo_plugin_agents.dialects.requests import BadRequest
 
 _READ = ("model", "stream", "tools", "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs",
@@ -129,4 +129,4 @@ def checked(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
 
 
 def short(value: Any) -> str:
-    return shortened(repr(value), 80)
+    return errors.shortened(repr(value), 80)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from attrs import frozen
 
 from grpo_core import EndReason, Message
-from grpo_core.kit import thoughts
+from grpo_core.text import thoughts
 
 
 class BadRequest(Exception):  # noqa: N818 - named after HTTP's status

@@ -9,7 +9,8 @@ from pathlib import Path
 import attrs
 
 from grpo_core import ConfigError, Run
-from grpo_core.kit import AsJson, complain, say
+from grpo_core.commands.complaints import complain, say
+from grpo_core.plugins.options import AsJson
 from grpo_plugin_report.explain.causes import Finding
 from grpo_plugin_report.explain.decisions import CAUSES, explained
 from grpo_plugin_report.explain.facts import Facts

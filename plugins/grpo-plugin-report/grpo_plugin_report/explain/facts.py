@@ -17,7 +17,8 @@ from typing import Any
 from attrs import define, field
 
 from grpo_core import Run
-from grpo_core.kit import Fall, Trend, planned_steps
+from grpo_core.loop.health import Fall, Trend
+from grpo_core.storage.run_directory import planned_steps
 
 STARTING = ("start", "first weight sync", "first validation")
 """Stages of the loop before its first step, excluded from shares of the time."""

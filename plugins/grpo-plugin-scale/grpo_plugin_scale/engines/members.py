@@ -19,7 +19,12 @@ from grpo_core import (
     PluginError,
     WeightSyncError,
 )
-from grpo_core.kit import Tolerance, aio, canary, copies, during, reported_as
+from grpo_core.contracts.incidents import reported_as
+from grpo_core.kit import aio
+from grpo_core.loop import canary
+from grpo_core.loop.agreement import Tolerance
+from grpo_core.loop.timeline import during
+from grpo_core.storage import copies
 
 CLOSE = 10.0
 """Time limit for closing an engine in seconds."""

@@ -40,7 +40,10 @@ from grpo_core import (
     Weights,
     WeightSyncError,
 )
-from grpo_core.kit import Tolerance, aio, copies, engine_metrics, report
+from grpo_core.engines.wrapped import engine_metrics
+from grpo_core.kit import aio, report
+from grpo_core.loop.agreement import Tolerance
+from grpo_core.storage import copies
 from grpo_plugin_scale.engines.members import (
     CLOSE,
     MAX_FAILURES,

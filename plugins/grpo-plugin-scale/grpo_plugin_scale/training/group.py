@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from grpo_core.kit import cpu
+from grpo_core.processes import cpu
 
 T = TypeVar("T")
 

@@ -20,16 +20,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from grpo_core import Canary, ModelError, errors
-from grpo_core.kit import (
-    MicroBatch,
-    ModelFiles,
-    ModelSource,
-    Scorer,
-    checkpoint_tensors,
-    cpu,
-    layout,
-    wrong_input,
-)
+from grpo_core.kit import ModelSource, checkpoint_tensors, files
+from grpo_core.processes import cpu
+from grpo_core.training.microbatch import MicroBatch
+from grpo_core.training.model import Scorer
+from grpo_core.weights import layout
 from grpo_plugin_scale import factors
 from grpo_plugin_scale.training.resting import memory_of
 
@@ -345,7 +340,7 @@ def _inject(config: LoraConfig, module: nn.Module, source: ModelSource, targets:
             problem = errors.one_line(error)
     if not problem:
         return
-    with wrong_input():
+    with errors.wrong_input():
         head = module.get_output_embeddings()  # type: ignore[operator]
         linear = dict.fromkeys(
             name.rpartition(".")[2]
@@ -394,10 +389,10 @@ def _adapted(module: nn.Module, base: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def _check_files(directory: str, sums: Sequence[tuple[str, Tensor | layout.LowRankSum]]) -> None:
     """Raise ModelError unless the model's files contain each layer with an adapter, as engines need."""
-    files = ModelFiles(Path(directory)).tensors
+    there = files.ModelFiles(Path(directory)).tensors
     for name, tensor in sums:
         if isinstance(tensor, layout.LowRankSum) and (
-            name not in files or files[name].shape != tensor.base.shape
+            name not in there or there[name].shape != tensor.base.shape
         ):
             raise ModelError(
                 f"the files of the model in {directory} have no {name} of shape {tuple(tensor.base.shape)}, "

@@ -11,7 +11,9 @@ from typing import Any
 from attrs import evolve
 
 from grpo_core import ChildDied, GrpoError, TrainerSetup, errors
-from grpo_core.kit import ProcessTrainer, StartProcess, TrainerProcess, aio, plan, scratch_directory
+from grpo_core.kit import ProcessTrainer, TrainerProcess, aio, scratch_directory
+from grpo_core.training import plan
+from grpo_core.training.process import StartProcess
 from grpo_plugin_scale.config import ScaledConfig
 
 DEATH_IS_SEEN = 2.0

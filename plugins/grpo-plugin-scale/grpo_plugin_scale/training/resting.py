@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from grpo_core.kit import room_for
+from grpo_core.training.host_block import room_for
 
 SMALLEST = 1024
 """Size in bytes below which a tensor is not offloaded: copying would cost more than it frees."""

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from grpo_core import Canary, ModelError
-from grpo_core.kit import FullModel, MicroBatch, ModelSource, Passes, Scorer, checkpoint_tensors
+from grpo_core.kit import ModelSource, checkpoint_tensors
+from grpo_core.training.microbatch import MicroBatch
+from grpo_core.training.model import FullModel, Scorer
+from grpo_core.training.passes import Passes
 
 if TYPE_CHECKING:
     from grpo_plugin_scale.training.group import Group

@@ -9,7 +9,9 @@ from attrs import evolve
 from torch import Tensor
 
 from grpo_core import ConfigError, StepResult, TrainerSetup, Weights
-from grpo_core.kit import Model, ModelSource, Passes, Ranks, TorchTrainer, plan
+from grpo_core.kit import Model, ModelSource, Ranks, TorchTrainer
+from grpo_core.training import plan
+from grpo_core.training.passes import Passes
 from grpo_plugin_scale.config import ScaledConfig, refuse_experts
 from grpo_plugin_scale.training.resting import Resting
 

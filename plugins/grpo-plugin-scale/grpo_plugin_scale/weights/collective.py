@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpo_core import ConfigError, Weights, WeightSyncError, errors
-from grpo_core.kit import layout, publishing
+from grpo_core.weights import layout, publishing
 from grpo_plugin_scale.weights.line import Line, proof, proves, shut
 from grpo_plugin_scale.weights.nccl import ENGINE, TRAINER, Pair, device_id, memory_setting, settle
 

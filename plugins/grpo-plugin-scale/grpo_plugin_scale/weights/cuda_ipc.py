@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpo_core import Weights, WeightSyncError
-from grpo_core.kit import SharedMemoryWriter, layout, publishing
+from grpo_core.kit import SharedMemoryWriter
+from grpo_core.weights import layout, publishing
 
 if TYPE_CHECKING:
     from grpo_core import TrainerSetup

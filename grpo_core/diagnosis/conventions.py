@@ -5,7 +5,8 @@ A template that writes calls of tools as XML, with a format that reads JSON, wou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 from attrs import frozen
@@ -13,7 +14,7 @@ from attrs import frozen
 from grpo_core.contracts.errors import ModelError
 from grpo_core.contracts.records import Message
 from grpo_core.contracts.tokens import as_ids
-from grpo_core.text.rendering import Renderer
+from grpo_core.text.rendering import Renderer, Tools
 from grpo_core.text.response_formats import known_formats, numbered
 from grpo_core.text.thoughts import THOUGHT_KEYS, parted
 
@@ -37,6 +38,7 @@ CALLS: list[dict[str, Any]] = [
     {"name": "find", "arguments": {"what": "red apples", "count": 12}},
 ]
 THOUGHT, CONTENT = "First I look.", "It is done."
+ASKED: Message = {"role": "user", "content": "?"}
 
 
 @frozen(kw_only=True)
@@ -55,7 +57,7 @@ class Case:
         tools = [TOOL] if self.calls else []
         for key in THOUGHT_KEYS if self.thinks else [""]:
             try:
-                before, ids = renderer.written(self._message(key), tools)
+                before, ids = written_by(renderer, self._message(key), tools)
             except ModelError:  # such as a template of single calls
                 continue
             written = renderer.whole(ids)
@@ -119,11 +121,95 @@ def _reads(renderer: Renderer, name: str, cases: Sequence[Case]) -> bool:
         return False
 
 
-def _read(
-    renderer: Renderer, before: Sequence[int], ids: Sequence[int], tools: Sequence[Mapping[str, Any]]
-) -> Message:
+def _read(renderer: Renderer, before: Sequence[int], ids: Sequence[int], tools: Tools) -> Message:
     try:
         text = renderer.text(ids, before)
         return renderer.message(text, token_ids=as_ids(ids), before=as_ids(before), tools=tools)
     except Exception:  # a format of another family may fail in its own way
         return {"role": "assistant", "content": ""}
+
+
+def missing_start(renderer: Renderer) -> str:
+    """Return the token with which the tokenizer begins each text, and the template does not; or ""."""
+    if not renderer.has_template:
+        return ""
+    bare, ids = (renderer.tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
+    start = ids[: next((i for i in range(len(ids)) if ids[i : i + len(bare)] == bare), 0)]
+    if renderer.prompt_ids([ASKED])[: len(start)] == tuple(start):
+        return ""
+    return renderer.whole(start)
+
+
+def ignores(renderer: Renderer, tools: Tools) -> bool:
+    """Return whether there is a chat template that renders a prompt as if there were no tools."""
+    asked = renderer.render([ASKED], generation=True)
+    return renderer.has_template and renderer.render([ASKED], generation=True, tools=tools) == asked
+
+
+def unstopped_end(renderer: Renderer, stop: Sequence[str], *, call: bool = False) -> str:
+    """Return the template's end of a turn if no completion stops there, or else an empty text.
+
+    Args:
+        stop: texts at which a completion stops.
+        call: whether the turn ends with a tool call instead of a text.
+    """
+    if not renderer.has_template:
+        return ""
+    mark, answer = "\N{ASTERISM}a", "\N{ASTERISM}b"
+    said: list[Message] = [{"role": "assistant", "content": mark}]
+    if call:
+        (made,) = numbered([{"function": {"name": "f", "arguments": {"x": mark}}}], 0)
+        said = [
+            {"role": "assistant", "content": "", "tool_calls": [made]},
+            {"role": "tool", "name": "f", "tool_call_id": made["id"], "content": answer},
+        ]
+    try:
+        text = renderer.render([ASKED, *said], generation=False)
+    except ModelError:
+        return ""
+    end = text.partition(mark)[2].partition(answer)[0].strip()
+    stops = any(token in renderer.stop_token_ids for token in renderer.encode(end))
+    return "" if stops or any(text.strip() in end for text in stop) else end
+
+
+def written_by(
+    renderer: Renderer, said: Message, tools: Tools = ()
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the tokens before a reply, and the reply as the template writes it, up to its stop token.
+
+    Raises ModelError if the template cannot render it.
+    """
+    start = renderer.render([ASKED], generation=True, tools=tools)
+    whole = renderer.render([ASKED, said], generation=False, tools=tools)
+    if not whole.startswith(start):  # such as one that opens the reasoning for the model alone
+        same = next(i for i, (a, b) in enumerate(zip(start, [*whole, ""], strict=False)) if a != b)
+        start = start[: 1 + max(start.rfind(end, 0, same) for end in "\n>]")]
+    ids = renderer.encode(whole[len(start) :])
+    ends = next((i for i, token in enumerate(ids) if token in renderer.stop_token_ids), len(ids))
+    return renderer.encode(start), ids[: ends + 1]
+
+
+def conventions(renderer: Renderer, stop: Sequence[str], calling: Sequence[str]) -> dict[str, str]:
+    """Return warnings about replies that are parsed differently from the chat template's format, by cause.
+
+    Args:
+        stop: stop strings of completions.
+        calling: tasks whose replies may call tools.
+    """
+    messages = {"misread_replies": misread(renderer, REPLIES)}
+    with contextlib.suppress(ModelError):
+        if start := missing_start(renderer):
+            messages["no_start"] = (
+                f"the chat template lacks {start!r}, with which the tokenizer begins each text: a model that "
+                "has always seen it may be much worse; begin the template with {{ bos_token }}"
+            )
+    if calling:
+        who = f"the tool calls of task {', '.join(map(repr, calling))} fail"
+        found = misread(renderer, WITH_CALLS)
+        messages["misread_calls"] = found and f"{who}: {found}"
+        end = unstopped_end(renderer, stop, call=True)
+        messages["no_call_end"] = end and (
+            f"{who}: the chat template continues a tool call with {end[:80]!r}, where no completion stops; "
+            "add its token to eos_token_id of generation_config.json, or set rollout.stop"
+        )
+    return {cause: message for cause, message in messages.items() if message}

@@ -13,10 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from attrs import define, frozen
+from attrs import define
 
-from grpo_core.contracts.errors import ConfigError, ModelError
-from grpo_core.models.files import ADAPTERS, header_of, samples, weight_files
+from grpo_core.config import Config
+from grpo_core.models.files import ADAPTERS, ModelFiles, Tensor, chat_template, samples
 
 _EMBEDDING = re.compile(r"(.*\.|)(?:embed_tokens|wte|embed_in|word_embeddings|tok_embeddings)\.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
@@ -29,69 +29,35 @@ _WRITTEN = re.compile(r"<[|\uff5c][^|\uff5c<>\s]+[|\uff5c]>|<(?:start|end)_of_tu
 Table = Mapping[str, Any]
 
 
-def check_files(directory: Path, template: str | None = None) -> list[str]:
-    """Compare the files of a model with each other; return warnings.
-
-    Args:
-        directory: of the model.
-        template: text of the chat template, instead of the tokenizer's.
+def check_files(config: Config, model: Path) -> list[str]:
+    """Compare the files of a model's directory with each other; return warnings.
 
     Raises ModelError, as wrong input, if they are inconsistent, or one of them is not a JSON table.
     """
-    files = ModelFiles(directory)
+    files = Consistent(model)
     files.check_adapters()
     files.check_embedding()
     files.check_ends()
     files.check_head()
-    return [*files.layers(), *files.texts(template)]
+    return [*files.layers(), *files.texts(chat_template(config.model.chat_template))]
 
 
-@frozen
-class Tensor:
-    """A tensor in a file of safetensors."""
+def differ(one: Tensor, other: Tensor) -> bool:
+    """Return whether the shapes of two tensors, or their bytes at some of many sampled places, differ."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return one.shape != other.shape
+    return _sample(one) != _sample(other)
 
-    path: Path
-    shape: tuple[int, ...]
-    dtype: str
-    begin: int
-    end: int
 
-    def differs(self, other: Tensor) -> bool:
-        """Return whether its shape, or its bytes at some of many sampled places, differ."""
-        if self.shape != other.shape or self.dtype != other.dtype:
-            return self.shape != other.shape
-        return self._sample() != other._sample()
-
-    def _sample(self) -> list[bytes]:
-        with self.path.open("rb") as file:
-            start = 8 + int.from_bytes(file.read(8), "little")
-        return samples(self.path, start + self.begin, self.end - self.begin)
+def _sample(tensor: Tensor) -> list[bytes]:
+    with tensor.path.open("rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+    return samples(tensor.path, start + tensor.begin, tensor.end - tensor.begin)
 
 
 @define(slots=False)
-class ModelFiles:
-    """The files of a model's directory; one that is missing is empty."""
-
-    directory: Path
-
-    @cached_property
-    def config(self) -> Table:
-        """``config.json``, with the part about text."""
-        config = self._table("config.json")
-        text = config.get("text_config")
-        return {**config, **(text if isinstance(text, Mapping) else {})}
-
-    @cached_property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """The tensors of the weights by name; empty if the files do not list them."""
-        try:
-            return {
-                name: Tensor(path, tuple(map(int, each["shape"])), each["dtype"], *each["data_offsets"])
-                for path in weight_files(self.directory)
-                for name, each in header_of(path).items()
-            }
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return {}
+class Consistent(ModelFiles):
+    """The files of a model's directory, which are compared with each other."""
 
     @cached_property
     def embedding(self) -> str:
@@ -111,7 +77,7 @@ class ModelFiles:
     def tokens(self) -> dict[str, int]:
         """Id of each token by its text; empty without a ``tokenizer.json`` in a known form."""
         try:
-            vocabulary = self._table("tokenizer.json")["model"]["vocab"]
+            vocabulary = self.table("tokenizer.json")["model"]["vocab"]
             if not isinstance(vocabulary, Mapping):  # of a Unigram model: texts with their scores
                 vocabulary = {text: id for id, (text, _) in enumerate(vocabulary)}
             return {**vocabulary, **self.added}
@@ -122,26 +88,26 @@ class ModelFiles:
     def added(self) -> dict[str, int]:
         """The tokens that are added to the vocabulary, including special ones."""
         listed = self.tokenizer.get("added_tokens_decoder") or {}
-        found = {each["content"]: each["id"] for each in self._table("tokenizer.json")["added_tokens"]}
+        found = {each["content"]: each["id"] for each in self.table("tokenizer.json")["added_tokens"]}
         return {**{each["content"]: int(id) for id, each in listed.items()}, **found}
 
     @cached_property
     def ends(self) -> list[int]:
         """The ids of ``eos_token_id`` in ``generation_config.json``."""
-        given = self._table("generation_config.json").get("eos_token_id")
+        given = self.table("generation_config.json").get("eos_token_id")
         return [id for id in (given if isinstance(given, list) else [given]) if isinstance(id, int)]
 
     @cached_property
     def tokenizer(self) -> Table:
         """``tokenizer_config.json``."""
-        return self._table("tokenizer_config.json")
+        return self.table("tokenizer_config.json")
 
     # ------------------------------------------------------------------------------ contradictions
 
     def check_adapters(self) -> None:
         """Raise ModelError if the directory has adapters as well as weights."""
         if (self.directory / ADAPTERS).exists():
-            raise self._wrong(
+            raise self.wrong(
                 f"it has a file {ADAPTERS}, so transformers would add adapters to the weights, and engines "
                 "would not. Merge them into the model first, or remove that file"
             )
@@ -150,7 +116,7 @@ class ModelFiles:
         """Raise ModelError if the tokenizer, or config.json, has more ids than the embedding has rows."""
         size, rows = self.config.get("vocab_size"), self.rows
         if self.embedding and isinstance(size, int) and size != rows and "auto_map" not in self.config:
-            raise self._wrong(
+            raise self.wrong(
                 f"vocab_size is {size} in config.json, and {self.embedding} has {rows} rows in the weights. "
                 "Copy or download the model again"
             )
@@ -159,7 +125,7 @@ class ModelFiles:
         if beyond:
             text, id = min(beyond.items(), key=lambda item: item[1])
             ids = max(self.tokens.values()) + 1
-            raise self._wrong(
+            raise self.wrong(
                 f"its tokenizer has {ids} ids, and its embedding {rows} rows: {len(beyond)} tokens have "
                 f"none, such as {text!r} with the id {id}. If tokens were added to the tokenizer, resize the "
                 f"embedding: model.resize_token_embeddings({ids}); otherwise use the tokenizer that belongs "
@@ -167,7 +133,7 @@ class ModelFiles:
             )
         pad = self.config.get("pad_token_id")
         if self.embedding.endswith("embed_tokens.weight") and isinstance(pad, int) and pad >= rows:
-            raise self._wrong(
+            raise self.wrong(
                 f"pad_token_id is {pad} in config.json, and its embedding has {rows} rows, so that it cannot "
                 "be loaded. Write the id of a token, or null"
             )
@@ -176,13 +142,13 @@ class ModelFiles:
         """Raise ModelError if no token can end a completion."""
         rows, ends = self.rows, self.ends
         if ends and min(ends) >= rows > 0:
-            raise self._wrong(
+            raise self.wrong(
                 f"eos_token_id is {ends[0]} in generation_config.json, and its embedding has {rows} rows: no "
                 "completion can end there. Write the id of the token that ends a turn"
             )
         end = _text(self.tokenizer.get("eos_token"))
         if self.tokens and end and end not in self.tokens:
-            raise self._wrong(
+            raise self.wrong(
                 f"eos_token is {end!r} in tokenizer_config.json, and tokenizer.json has no such token: no "
                 "completion can end there. Write the token that ends a turn"
             )
@@ -193,14 +159,14 @@ class ModelFiles:
         head = next((name for name in _HEADS if name in self.tensors), "")
         if not self.embedding or not isinstance(tied, bool):
             return
-        if tied and head and self.tensors[head].differs(self.tensors[self.embedding]):
-            raise self._wrong(
+        if tied and head and differ(self.tensors[head], self.tensors[self.embedding]):
+            raise self.wrong(
                 f"tie_word_embeddings is true in config.json, and {head} differs from {self.embedding} in "
                 "the weights: some libraries would use the one, some the other. Set tie_word_embeddings to "
                 "false, or remove the tensor that does not belong there"
             )
         if not tied and not any("head" in name or name in _HEADS for name in self.tensors):
-            raise self._wrong(
+            raise self.wrong(
                 "tie_word_embeddings is false in config.json, and the weights have no head (lm_head.weight), "
                 "which would be random. Set tie_word_embeddings to true, or copy or download the model again"
             )
@@ -215,7 +181,7 @@ class ModelFiles:
         inside = [name.removeprefix(prefix) for name in self.tensors if name.startswith(prefix)]
         found = {int(layer[1]) for name in inside if (layer := _LAYER.match(name))}
         if 0 < len(found) < given:
-            raise self._wrong(
+            raise self.wrong(
                 f"config.json says {given} layers, and the weights have {len(found)}. Copy or download the "
                 "model again"
             )
@@ -247,21 +213,6 @@ class ModelFiles:
                 yield f"eos_token_id is {id} in generation_config.json, which {what}: completions end there"
 
     # ------------------------------------------------------------------------------ reading
-
-    def _table(self, name: str) -> Table:
-        path = self.directory / name
-        try:
-            found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        except (OSError, ValueError, RecursionError) as error:
-            raise self._wrong(f"{name} cannot be read: {str(error)[:200]}") from None
-        if not isinstance(found, dict):
-            raise self._wrong(f"{name} is {type(found).__name__}; expected a table")
-        return found
-
-    def _wrong(self, text: str) -> ModelError:
-        error = ModelError(f"model {str(self.directory)!r}: {text}")
-        error.exit_status = ConfigError.exit_status
-        return error
 
     def _placeholders(self) -> set[str]:
         """Return the texts of tokens that no prompt contains, unless the chat template writes them."""
