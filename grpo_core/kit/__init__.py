@@ -224,12 +224,12 @@ if TYPE_CHECKING:
     from grpo_core.engines.wrapped import BackgroundMetrics as BackgroundMetrics
     from grpo_core.engines.wrapped import LimitedEngine as LimitedEngine
     from grpo_core.engines.wrapped import engine_metrics as engine_metrics
+    from grpo_core.environments.dispatcher import Service as Service
     from grpo_core.environments.feedback import as_feedback as as_feedback
     from grpo_core.environments.host import DEADLINE as DEADLINE
     from grpo_core.environments.host import SCORES as SCORES
     from grpo_core.environments.host import evaluate_of as evaluate_of
     from grpo_core.environments.host import units as units
-    from grpo_core.environments.outages import Service as Service
     from grpo_core.environments.outages import unavailable as unavailable
     from grpo_core.environments.pool import EnvironmentPool as EnvironmentPool
     from grpo_core.environments.pool import EnvironmentSpec as EnvironmentSpec

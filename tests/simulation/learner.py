@@ -203,7 +203,7 @@ class Judge:
     needs_group = False
     max_turns = 1
     combine: Mapping[str, str] = MappingProxyType({})
-    slots, runs_agents = "none", False
+    slots, runs_agents, has_sessions, concurrency = "none", False, False, 0
 
     def __init__(
         self, task: Task, seed: int, kinds: Mapping[int, int], progress: Callable[[], float]
@@ -218,6 +218,9 @@ class Judge:
     async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
         tools = [{"type": "function", "function": {"name": f"tool{i}"}} for i in range(self.task.tools)]
         return [SessionStart(tools=tuple(tools))] * len(prompts)
+
+    async def call(self, method: str, items: Sequence[Any], slots: int) -> Sequence[Any]:
+        return await (self.evaluate(items) if method == "evaluate" else self.open(dict(items)))
 
     async def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:
         length = self.task.shown_length or self.task.length
