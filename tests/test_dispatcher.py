@@ -14,7 +14,7 @@ import time
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from grpo_core.config import EnvironmentConfig
@@ -218,6 +218,14 @@ Arrival = st.tuples(
 
 
 @pytest.mark.long
+@example(
+    arrivals=[(0.0, [-1], None), (0.5, [3], None)],
+    max_batch=4,
+    max_wait=0.0,
+    slots=("all", 3),
+    whole=False,
+    deaths=True,
+)
 @given(
     arrivals=st.lists(Arrival, max_size=12),
     max_batch=st.integers(1, 6),
