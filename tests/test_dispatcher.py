@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import random
+import sys
 import textwrap
 import time
 from collections import Counter
@@ -24,8 +25,10 @@ from grpo_core.contracts.records import Episode, Judgement, Prompt, SessionStart
 from grpo_core.environments.dispatcher import Failure
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import PluginSelection
 from grpo_core.processes.aio import Limit
+from grpo_core.processes.child import Child
 from grpo_core.testing import FakeEnvironment, HostedEnvironment, clock, finished
 
 # ---------------------------------------------------------------------------------- on virtual time
@@ -619,6 +622,55 @@ def asking(reply):
 
 def kinds(incidents):
     return [incident.kind for incident in incidents]
+
+
+# ---------------------------------------------------------------------------------- frames
+
+
+def test_a_call_passes_five_functions_here_and_four_in_the_process(monkeypatch):
+    here, there = [], []
+    rooms = ("grpo_core/environments/", "grpo_core/processes/child.py")
+
+    def stack():
+        frame, names = sys._getframe(2), []
+        while frame is not None:
+            if any(room in frame.f_code.co_filename for room in rooms):
+                names.append(frame.f_code.co_qualname)
+            frame = frame.f_back
+        return names[::-1]
+
+    class Judge:
+        def prompts(self, split):
+            return [Prompt(messages="?")]
+
+        def evaluate(self, episodes):
+            there.extend(name for name in stack() if not name.startswith("_Serving"))
+            return [1.0] * len(episodes)
+
+    call = Child.call_alongside
+
+    async def traced(*given, **named):
+        here.extend(stack())
+        return await call(*given, **named)
+
+    async def main():
+        host = PluginHost.discover(allow=[])
+        host.add({"environment": {"judge": Judge}})
+        process = EnvironmentProcess("play", "program:judge", host=host)
+        pool = EnvironmentPool([process], EnvironmentConfig())
+        await pool.start()
+        monkeypatch.setattr(Child, "call_alongside", traced)
+        asking = pool.evaluate([saying("x")])
+        task = asyncio.create_task(asking)
+        await asyncio.sleep(0)
+        here.extend([asking.cr_code.co_qualname, asking.cr_await.cr_code.co_qualname])
+        assert [each.reward for each in await task] == [1.0]
+        await pool.aclose()
+
+    asyncio.run(main())
+    asks = ["EnvironmentPool.evaluate", "Dispatcher.ask"]
+    assert here == [*asks, "Dispatcher._call", "EnvironmentProcess.call"]  # and Child.call_alongside
+    assert there == ["Calls.serve", "Calls._receive", "Calls._answer", "EnvironmentHost._evaluate"]
 
 
 # ---------------------------------------------------------------------------------- calls at the same time

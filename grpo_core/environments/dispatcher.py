@@ -396,13 +396,6 @@ class _Single:
 # ---------------------------------------------------------------------------------- the queue
 
 
-def one_each(results: Sequence[R], items: Sequence[object]) -> Sequence[R]:
-    """Return the results of a call.  Raises PluginError unless there is one per item."""
-    if len(results) != len(items):
-        raise PluginError(f"a call with {len(items)} items returned {len(results)} results")
-    return results
-
-
 class Dispatcher:
     """Decides which units are called next, together or alone.
 
@@ -544,7 +537,9 @@ class Dispatcher:
             if isinstance(found, Failure):
                 self._failed(some, found, slots, began, alone=alone)
             else:
-                self._deliver(some, one_each(found, items), began, alone=alone)
+                if len(found) != len(items):
+                    raise PluginError(f"a call with {len(items)} items returned {len(found)} results")
+                self._deliver(some, found, began, alone=alone)
         except Exception as error:
             if isinstance(error, PluginError) and not any(unit in unit.asked.left for unit in some):
                 self._broken = error

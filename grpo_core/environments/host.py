@@ -150,13 +150,18 @@ class EnvironmentHost:
         if name := getattr(environment, "judged_by", ""):
             self._who, self._judge = f"task {task!r}", f"reward function {name}"
         self._max_turns = self._number_of_turns()
-        self._concurrency = self._declared_concurrency(concurrency)
-        declared = getattr(environment, "concurrency", None) if concurrency is None else concurrency
-        self._agents = (declared or 1) if self._runs_agents else 0
-        self._deadline = self._declared_deadline(deadline)
+        if concurrency is None:
+            wanted = "a whole number of at least 0"
+            concurrency = self._declared("concurrency", lambda n: n >= 0, wanted, whole=True)
+        self._agents = (concurrency or 1) if self._runs_agents else 0
+        default = SCORES if self._scores and self._evaluates_async else CONCURRENCY
+        self._concurrency = default if concurrency is None else concurrency
+        if deadline is None:
+            deadline = self._declared("deadline", lambda s: s > 0, "a number of seconds above 0")
+        self._deadline = float(DEADLINE if deadline is None else deadline)
         self._tools = self._toolbox(list(getattr(environment, "tools", ())))
         self._needs_group = bool(getattr(environment, "needs_group", False))
-        self._success = self._threshold()
+        self._success = self._declared("success", math.isfinite, "a finite number or None")
         self._combine = self._rules()
         self._sessions: dict[str, OpenSession] = {}
         self._opening: dict[str, asyncio.Event] = {}
@@ -506,44 +511,20 @@ class EnvironmentHost:
 
     # ------------------------------------------------------------------------------ declarations
 
-    def _declared_concurrency(self, configured: int | None) -> int:
-        if configured is not None:
-            return configured
-        number = getattr(self._environment, "concurrency", None)
-        if number is None:
-            return SCORES if self._scores and self._evaluates_async else CONCURRENCY
-        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise PluginError(
-                f"{self._who}: concurrency is {number!r}, expected a whole number of at least 0"
-            )
-        return number
-
-    def _declared_deadline(self, configured: float | None) -> float:
-        if configured is not None:
-            return configured
-        seconds = getattr(self._environment, "deadline", None)
-        if seconds is None:
-            return DEADLINE
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
-            raise PluginError(f"{self._who}: deadline is {seconds!r}, expected a number of seconds above 0")
-        return float(seconds)
+    def _declared(self, name: str, fits: Callable[[Any], bool], expected: str, *, whole: bool = False) -> Any:
+        """Return a number that the environment declares, or None.  Raises PluginError if it does not fit."""
+        value = getattr(self._environment, name, getattr(Environment, name, None))
+        number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+        if not (number and fits(value)) and (value is not None or name == "max_turns"):
+            raise PluginError(f"{self._who}: {name} is {value!r}, expected {expected}")
+        return value
 
     def _number_of_turns(self) -> int:
         kinds = [each for each in type(self._environment).__mro__ if each is not Environment]
         if self._runs_agents and not any("max_turns" in vars(each) for each in (self._environment, *kinds)):
             return AGENT_TURNS
-        turns = getattr(self._environment, "max_turns", Environment.max_turns)
-        if isinstance(turns, bool) or not isinstance(turns, int) or turns < 1:
-            raise PluginError(f"{self._who}: max_turns is {turns!r}, expected a whole number of at least 1")
+        turns: int = self._declared("max_turns", lambda n: n > 0, "a whole number of at least 1", whole=True)
         return turns
-
-    def _threshold(self) -> float | None:
-        success = getattr(self._environment, "success", Environment.success)
-        if success is None:
-            return None
-        if isinstance(success, bool) or not isinstance(success, (int, float)) or not math.isfinite(success):
-            raise PluginError(f"{self._who}: success is {success!r}, expected a finite number or None")
-        return float(success)
 
     def _rules(self) -> dict[str, str]:
         rules = getattr(self._environment, "combine", Environment.combine)
