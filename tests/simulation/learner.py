@@ -1,6 +1,6 @@
 """A run that really learns, on virtual time, and writes a run directory: the world of ``simulation.broken``.
 
-The pipeline, the buffer, samplers, loaders, batchers, the pool of engines, canary, health limits, budgets,
+The pipeline, the buffer, samplers, loaders, queues, the pool of engines, canary, health limits, budgets,
 validation, incidents, the timeline and the tracker ``files`` are the real ones.  The policy is a table of
 logits by class of prompt and position; engines sample from it, and the trainer descends the real loss of the
 core on it, with the real totals, clipping and Adam.  Only what takes time is slept: decoding, judging,
