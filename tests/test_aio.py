@@ -1,4 +1,4 @@
-"""Waiting for shared state, and errors of tasks that run together."""
+"""Waiting for shared state or slots, and errors of tasks that run together."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from grpo_core.processes.aio import Changes, gather
-from grpo_core.testing import run
+from grpo_core.processes.aio import Changes, Slots, gather
+from grpo_core.testing import clock, run
 
 
 def test_an_answer_can_be_what_another_task_waits_for():
@@ -116,3 +118,53 @@ def test_a_deadline_around_a_gather_that_failed_before_is_a_timeout_and_no_cance
         assert not asyncio.current_task().cancelling()
 
     run(story())
+
+
+@pytest.mark.long
+@given(
+    number=st.integers(1, 5),
+    calls=st.lists(st.tuples(st.integers(1, 5), st.floats(0, 3), st.none() | st.floats(0, 3)), max_size=12),
+    seed=st.integers(0, 99),
+)
+def test_slots_are_never_taken_twice_and_all_are_free_in_the_end(number, calls, seed):
+    taken = 0
+
+    async def call(slots, size, seconds, patience):
+        nonlocal taken
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience), slots.take(min(size, number)):
+                taken += min(size, number)
+                assert taken <= slots.taken <= number, "a call that has its slots may not have begun"
+                try:
+                    await asyncio.sleep(seconds)
+                finally:
+                    taken -= min(size, number)
+
+    async def main():
+        slots = Slots(number)
+        async with asyncio.TaskGroup() as group:
+            for each in calls:
+                group.create_task(call(slots, *each))
+        assert slots.taken == 0
+        async with slots.take(number):
+            assert slots.taken == number
+
+    clock.run(main(), seed=seed)
+
+
+def test_a_call_that_takes_all_slots_is_not_passed_by():
+    order = []
+
+    async def call(slots, size, name):
+        async with slots.take(size):
+            order.append(name)
+            await asyncio.sleep(1)
+
+    async def main():
+        slots = Slots(2)
+        await asyncio.gather(
+            *(call(slots, size, name) for name, size in zip("abcd", (1, 2, 1, 1), strict=True))
+        )
+
+    clock.run(main())
+    assert order == ["a", "b", "c", "d"]

@@ -53,9 +53,9 @@ def late(message="late"):
 
 def test_pauses_grow_with_jitter_up_to_the_longest_and_end_at_the_budget():
     outage, now, pauses = Outage(600.0, lambda: 0.5), 100.0, []
-    outage.answered("a", 0.0)
+    outage.answered(0.0)
     while not outage.over:
-        assert outage.failed("a", REFUSED, now)
+        assert outage.failed(now)
         pauses.append(outage.due - now)
         now = outage.due
     assert pauses[:6] == [1.25, 2.5, 5.0, 10.0, 20.0, LONGEST * 1.25]
@@ -67,10 +67,10 @@ def test_whatever_fails_when_the_next_call_is_a_second_later_at_least_and_no_lat
     gaps, jitter, budget
 ):
     outage = Outage(budget, lambda: jitter)
-    outage.answered("a", 0.0)
+    outage.answered(0.0)
     now = 10.0
     for gap in gaps:
-        outage.failed("a", REFUSED, now)
+        outage.failed(now)
         assert outage.over or min(outage.until, now + 1.0) - 1e-9 <= outage.due or now < outage.due
         assert outage.due <= 10.0 + budget
         now += gap
@@ -78,40 +78,28 @@ def test_whatever_fails_when_the_next_call_is_a_second_later_at_least_and_no_lat
 
 def test_a_service_that_has_never_answered_has_thirty_seconds():
     outage = Outage(600.0, lambda: 0.0)
-    outage.failed("a", REFUSED, 5.0)
+    outage.failed(5.0)
     assert outage.until == 35.0
-    outage.answered("a", 6.0)
-    outage.failed("a", REFUSED, 10.0)
+    outage.answered(6.0)
+    outage.failed(10.0)
     assert outage.until == 610.0
 
 
 def test_a_service_may_ask_for_a_longer_pause():
     outage = Outage(600.0, lambda: 0.0)
-    outage.answered("a", 0.0)
-    outage.failed("a", Unavailable("later", retry_after=120.0), 0.0)
+    outage.answered(0.0)
+    outage.failed(0.0, retry_after=120.0)
     assert outage.due == 120.0
-    outage.failed("a", Unavailable("much later", retry_after=1e6), 120.0)
+    outage.failed(120.0, retry_after=1e6)
     assert outage.due == outage.until == 600.0
-
-
-def test_a_call_that_takes_too_long_is_the_services_fault_only_if_one_with_another_prompt_is_late_as_well():
-    outage = Outage(600.0, lambda: 0.0)
-    outage.failed("a", late(), 1.0)
-    outage.failed("a", late(), 2.0)
-    assert outage.since is None
-    outage.answered("c", 2.0)
-    outage.failed("b", late(), 3.0)
-    assert outage.since is None, "an answer came in between"
-    outage.failed("c", late(), 4.0)
-    assert outage.since == 4.0
 
 
 def test_an_answer_to_a_call_from_before_the_outage_does_not_end_it():
     outage = Outage(600.0, lambda: 0.0)
-    outage.failed("a", REFUSED, 10.0)
-    outage.answered("b", 9.0)
+    outage.failed(10.0)
+    outage.answered(9.0)
     assert outage.since == 10.0
-    outage.answered("b", 10.5)
+    outage.answered(10.5)
     assert outage.since is None
 
 
@@ -299,20 +287,22 @@ def test_a_deadline_of_a_rollout_still_ends_what_is_late_for_another_reason():
 class Host:
     """A worker of a pool that plays an environment in this process, without batches."""
 
-    slots, runs_agents, agents, player = "none", False, 0, None
+    slots, runs_agents, agents, player, concurrency = "none", False, 0, None, 0
     combine = MappingProxyType({})
 
     def __init__(self, made):
         self.host = EnvironmentHost.around(made)
         told = self.host.description()
         self.max_turns, self.needs_group, self.success = told["max_turns"], told["needs_group"], None
-        self.evaluated = 0
+        self.has_sessions = told["sessions"]
 
     async def start(self):
         return None
 
+    async def call(self, method, items, slots):
+        return await (self.evaluate(items) if method == "evaluate" else self.open(dict(items)))
+
     async def evaluate(self, episodes):
-        self.evaluated += 1
         return self.host.evaluate(episodes)
 
     async def open(self, prompts):

@@ -78,7 +78,7 @@ class Worker(FakeEnvironment):
 
     def __init__(self, number: int, **options) -> None:
         super().__init__(lambda episode: Feedback(reward=float(number)), **options)
-        self.number, self.sessions, self.closed = number, [], False
+        self.number, self.sessions, self.closed, self.has_sessions = number, [], False, True
         self.seen: list[str] = []
 
     async def start(self):

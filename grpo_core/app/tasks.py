@@ -34,7 +34,7 @@ AGENT_PROCESSES = 8
 
 @frozen(kw_only=True, eq=False)
 class Tasks:
-    """The environments of a run, each with its workers and their batchers."""
+    """The environments of a run, each with its workers."""
 
     environments: Mapping[str, EnvironmentPool]
     of_sets: Mapping[str, EnvironmentPool]

@@ -34,7 +34,7 @@ from grpo_core.contracts.protocols import Environment, Tool
 from grpo_core.contracts.records import AgentClient, Episode, Judgement, Prompt, SessionStart
 from grpo_core.contracts.rewards import COMBINED, EVERY
 from grpo_core.contracts.unicode import lone_surrogate, unreadable, well_formed
-from grpo_core.environments.calls import Begun, Calls, Steps
+from grpo_core.environments.calls import Begun, Calls
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.environments.outages import unavailable
 from grpo_core.environments.tools import Toolbox, message, tools_of
@@ -140,53 +140,60 @@ class EnvironmentHost:
         self._scores = self._defines("score")
         if self._scores and self._defines("evaluate"):
             raise PluginError(f"{who}: {kind} has both 'evaluate' and 'score'; keep the one that judges")
-        self._evaluate_all = evaluate_of(environment)
-        if not (self._runs_agents or self._scores or self._defines("evaluate")) or not self._evaluate_all:
+        evaluate = evaluate_of(environment)
+        if not (self._runs_agents or self._scores or self._defines("evaluate")) or not evaluate:
             raise PluginError(
                 f"{who}: {kind} has no method 'evaluate'; define evaluate(episodes), which returns a reward "
                 "for each episode, or async score(episode), which returns the reward of one"
             )
-        self._judge = "score" if self._scores else "evaluate"
+        self._evaluate_all, self._judge = evaluate, "score" if self._scores else "evaluate"
         if name := getattr(environment, "judged_by", ""):
             self._who, self._judge = f"task {task!r}", f"reward function {name}"
         self._max_turns = self._number_of_turns()
-        self._concurrency = self._declared_concurrency(concurrency)
-        declared = getattr(environment, "concurrency", None) if concurrency is None else concurrency
-        self._agents = (declared or 1) if self._runs_agents else 0
-        self._deadline = self._declared_deadline(deadline)
+        if concurrency is None:
+            wanted = "a whole number of at least 0"
+            concurrency = self._declared("concurrency", lambda n: n >= 0, wanted, whole=True)
+        self._agents = (concurrency or 1) if self._runs_agents else 0
+        default = SCORES if self._scores and self._evaluates_async else CONCURRENCY
+        self._concurrency = default if concurrency is None else concurrency
+        if deadline is None:
+            deadline = self._declared("deadline", lambda s: s > 0, "a number of seconds above 0")
+        self._deadline = float(DEADLINE if deadline is None else deadline)
         self._tools = self._toolbox(list(getattr(environment, "tools", ())))
         self._needs_group = bool(getattr(environment, "needs_group", False))
-        self._success = self._threshold()
+        self._success = self._declared("success", math.isfinite, "a finite number or None")
         self._combine = self._rules()
         self._sessions: dict[str, OpenSession] = {}
         self._opening: dict[str, asyncio.Event] = {}
         """Sessions that are being opened; the event is set when they are open or failed."""
-        self._calls = Calls(f"environment of task {task!r}", self._concurrency)
+        self._calls = Calls(f"environment of task {task!r}", self._begin, self._concurrency)
         if self._has_sessions:  # takes half a second, which should not count for the first rollout
             bootstrap.chat_template_utils()
 
-    def serve(self, connection: Connection) -> None:
-        """Answer the calls of the core until it is gone; secrets in errors are masked."""
+    @property
+    def serve(self) -> Callable[[Connection], None]:
+        """Answers the calls of the core until it is gone."""
+        return self._calls.serve
+
+    def _begin(self, call: Call, connection: Connection) -> Begun | None:
+        """Begin a call of the core; secrets in errors are masked."""
         self._mask = connection.mask
         connection.own_errors_only = True
-
-        def begin(call: Call) -> Begun | None:
-            if call.method == "evaluate":
+        match call.method:
+            case "evaluate":
                 return Begun(self._evaluate(*call.args), self._deadline)
-            if call.method == "convert":  # the dataloader has a deadline
+            case "convert":  # the dataloader has a deadline
                 return Begun(self._convert(*call.args))
-            if call.method == "open":  # the sessions opened so far are kept, to be closed
-                return Begun(self._open(*call.args), self._deadline, completes=True)
-            if call.method == "run":  # the rollout has a deadline
+            case "open":
+                return Begun(self._open(*call.args), self._deadline)
+            case "run":  # the rollout has a deadline
                 return Begun(self._run_agent(*call.args))
-            if call.method == "close":
-                return Begun(self._close(*call.args), self._deadline, completes=True)
-            if call.method == "end":
+            case "close":
+                return Begun(self._close(*call.args), self._deadline)
+            case "end":
                 return Begun(self._end())
-            connection.answer(call, self)
-            return None
-
-        self._calls.serve(connection, begin)
+        connection.answer(call, self)
+        return None
 
     def description(self) -> dict[str, Any]:
         return {
@@ -251,11 +258,11 @@ class EnvironmentHost:
         """
         return self._calls.run(self._convert(rows))
 
-    def _convert(self, rows: Sequence[Mapping[str, Any]]) -> Steps[bytes | None]:
+    async def _convert(self, rows: Sequence[Mapping[str, Any]]) -> bytes | None:
         if not self._defines("prompt"):
             return None
         made = []
-        results = yield from _each(self._environment.prompt, rows)
+        results = await self._calls.each(self._environment.prompt, rows)
         for row, given in zip(rows, results, strict=True):
             id = row["id"]
             where = f"{self._who}: prompt of row {id!r}"
@@ -292,43 +299,46 @@ class EnvironmentHost:
     def end(self) -> None:
         """Close all open sessions, and the environment; no call follows."""
         self._calls.run(self._end())
+        self._calls.close()
 
     def release(self) -> None:
         """Close the event loop and all its tasks."""
         self._calls.close()
 
-    def _open(self, prompts: Sequence[tuple[str, Prompt]]) -> Steps[list[SessionStart]]:
+    async def _open(self, prompts: Sequence[tuple[str, Prompt]]) -> list[SessionStart]:
         opened = asyncio.Event()
         names = [name for name, _ in prompts]
         self._opening |= dict.fromkeys(names, opened)
         try:
-            values = yield from _each(self._environment.open, [prompt for _, prompt in prompts])
+            some = [prompt for _, prompt in prompts]
+            values = await self._calls.each(self._environment.open, some, completes=True)
             starts: list[SessionStart] = []
             for name, value in zip(names, values, strict=True):
-                starts.append((yield from self._opened(name, value)))
+                starts.append(await self._opened(name, value))
             return starts
         finally:
             for name in names:
                 del self._opening[name]
             opened.set()
 
-    def _close(self, names: Sequence[str]) -> Steps[None]:
+    async def _close(self, names: Sequence[str]) -> None:
         busy = [self._opening[name] for name in names if name in self._opening]
         busy += [self._sessions[name].idle for name in names if name in self._sessions]
         if waits := [event.wait() for event in busy if not event.is_set()]:
-            yield waits  # their callers are gone, and the cancelled code may still clean up
+            await self._calls.gathered(
+                waits, completes=True
+            )  # their callers are gone, and the cancelled code may still clean up
         sessions = [self._sessions.pop(name) for name in names if name in self._sessions]
         if close := getattr(self._environment, "close", None):
-            results = yield from _each(close, [session.value for session in sessions])
+            results = await self._calls.each(close, [each.value for each in sessions], completes=True)
             _print_errors(results)
 
-    def _end(self) -> Steps[None]:
-        if others := self._calls.cancel_all():
-            yield others
-        yield from self._close(list(self._sessions))
+    async def _end(self) -> None:
+        if others := self._calls.cancel_others():
+            await self._calls.gathered(others)
+        await self._close(list(self._sessions))
         if self._defines("aclose"):
-            _print_errors((yield from _each(lambda environment: environment.aclose(), [self._environment])))
-        self._calls.close()
+            _print_errors(await self._calls.each(lambda made: made.aclose(), [self._environment]))
 
     @property
     def _has_sessions(self) -> bool:
@@ -337,7 +347,7 @@ class EnvironmentHost:
     def _defines(self, name: str) -> bool:
         return defines(self._environment, name)
 
-    def _opened(self, name: str, value: Any) -> Steps[SessionStart]:
+    async def _opened(self, name: str, value: Any) -> SessionStart:
         if isinstance(value, BaseException):
             fault = fault_of(value, self._mask)
             said = f"open raised {fault}"
@@ -346,7 +356,7 @@ class EnvironmentHost:
             tools = self._toolbox([*getattr(self._environment, "tools", ()), *tools_of(value)])
         except Exception as error:
             if close := getattr(self._environment, "close", None):
-                _print_errors((yield from _each(close, [value])))
+                _print_errors(await self._calls.each(close, [value], completes=True))
             if isinstance(error, PluginError):
                 raise
             return SessionStart(error=f"the tools of the session cannot be read: {self._describe(error)}")
@@ -371,7 +381,7 @@ class EnvironmentHost:
         """Cancel the call of this object that waits in another thread."""
         self._calls.interrupt()
 
-    def _run_agent(self, name: str, prompt: Prompt, client: AgentClient) -> Steps[Judgement | None]:
+    async def _run_agent(self, name: str, prompt: Prompt, client: AgentClient) -> Judgement | None:
         """Let the agent play a rollout; return its result, or None if ``evaluate`` judges it."""
         session = self._sessions.get(name)
         if self._has_sessions and session is None:
@@ -379,7 +389,7 @@ class EnvironmentHost:
         with _used([] if session is None else [session]):
             value = None if session is None else session.value
             run = self._environment.run(prompt, attrs.evolve(client, session=value))
-            (result,) = yield [run]
+            (result,) = await self._calls.gathered([run])
         if isinstance(result, Exception):
             if urlsplit(client.base_url).netloc in str(unavailable(result)):  # that is the model
                 raise result
@@ -414,17 +424,27 @@ class EnvironmentHost:
         """
         return self._calls.run(self._evaluate(episodes))
 
-    def _evaluate(self, episodes: Sequence[Episode]) -> Steps[list[Judgement]]:
+    async def _evaluate(self, episodes: Sequence[Episode]) -> list[Judgement]:
         found = [self._with_session(episode) for episode in episodes]
         tools = not self._runs_agents  # an agent answers its own calls
         calling = [tools and isinstance(e, Episode) and calls_of(e) != () for e in found]
         judged = [e for e, calls in zip(found, calling, strict=True) if isinstance(e, Episode) and not calls]
         called = [e for e, calls in zip(found, calling, strict=True) if isinstance(e, Episode) and calls]
+        judgements: list[Judgement] = []
         with _used([e.session for e in (*judged, *called) if isinstance(e.session, OpenSession)]):
-            judgements = iter((yield from self._judged(judged)))
-            answers = iter((yield from self._answers(called)))
+            if judged:
+                shown = [attrs.evolve(e, session=e.session.value) if e.session else e for e in judged]
+                try:
+                    results = self._evaluate_all(shown)
+                except BaseException as error:  # sys.exit(), or a library's timeout: the process survives
+                    results = error
+                if inspect.isawaitable(results):
+                    (results,) = await self._calls.gathered([results])
+                judgements = self._feedback(results, judged)
+            answers = iter(await self._answers(called))
+        rest = iter(judgements)
         return [
-            e if isinstance(e, Judgement) else next(answers if calls else judgements)
+            e if isinstance(e, Judgement) else next(answers if calls else rest)
             for e, calls in zip(found, calling, strict=True)
         ]
 
@@ -436,17 +456,10 @@ class EnvironmentHost:
             return Judgement(error="its session ended with the process that held it", lost=True)
         return attrs.evolve(episode, session=session)
 
-    def _judged(self, episodes: Sequence[Episode]) -> Steps[list[Judgement]]:
-        """Return the environment's feedback."""
-        if not episodes:
-            return []
-        if self._has_sessions:
-            episodes = [attrs.evolve(episode, session=episode.session.value) for episode in episodes]
-        assert self._evaluate_all is not None
-        (results,) = yield from _each(self._evaluate_all, [list(episodes)])
+    def _feedback(self, results: Any, episodes: Sequence[Episode]) -> list[Judgement]:
         if isinstance(results, Exception):
             _raise(results)
-        if isinstance(results, BaseException):  # sys.exit(), or a library's timeout
+        if isinstance(results, BaseException):
             raise self._raised(f"{self._who}: {self._judge}", results, CodeError) from results
         ids = [episode.prompt.id for episode in episodes]
         return as_feedback(results, len(episodes), self._who, self._judge, mask=self._mask, ids=ids)
@@ -468,7 +481,7 @@ class EnvironmentHost:
         hidden = None if away is None else self._mask.error(away)
         return hidden if isinstance(hidden, Unavailable) else None
 
-    def _answers(self, episodes: Sequence[Episode]) -> Steps[list[Judgement]]:
+    async def _answers(self, episodes: Sequence[Episode]) -> list[Judgement]:
         """Return the tools' answers; the calls of one message run in order.
 
         If a tool's service is unavailable, the answers of earlier tools are returned: no tool runs twice.
@@ -482,7 +495,7 @@ class EnvironmentHost:
             calls = [calls_of(episodes[i])[place] for i in here]
             boxes = [self._tools if (s := episodes[i].session) is None else s.tools for i in here]
             pairs = list(zip(boxes, calls, strict=True))
-            results = yield from _each(lambda pair: pair[0].call(pair[1]), pairs)
+            results = await self._calls.each(lambda pair: pair[0].call(pair[1]), pairs)
             for i, call, result in zip(here, calls, results, strict=True):
                 if isinstance(result, BaseException) and (away := self._tool_is_away(call, result)):
                     failed[i] = Judgement(error=self._describe(result), messages=answers[i], unavailable=away)
@@ -498,44 +511,20 @@ class EnvironmentHost:
 
     # ------------------------------------------------------------------------------ declarations
 
-    def _declared_concurrency(self, configured: int | None) -> int:
-        if configured is not None:
-            return configured
-        number = getattr(self._environment, "concurrency", None)
-        if number is None:
-            return SCORES if self._scores and self._evaluates_async else CONCURRENCY
-        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise PluginError(
-                f"{self._who}: concurrency is {number!r}, expected a whole number of at least 0"
-            )
-        return number
-
-    def _declared_deadline(self, configured: float | None) -> float:
-        if configured is not None:
-            return configured
-        seconds = getattr(self._environment, "deadline", None)
-        if seconds is None:
-            return DEADLINE
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
-            raise PluginError(f"{self._who}: deadline is {seconds!r}, expected a number of seconds above 0")
-        return float(seconds)
+    def _declared(self, name: str, fits: Callable[[Any], bool], expected: str, *, whole: bool = False) -> Any:
+        """Return a number that the environment declares, or None.  Raises PluginError if it does not fit."""
+        value = getattr(self._environment, name, getattr(Environment, name, None))
+        number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+        if not (number and fits(value)) and (value is not None or name == "max_turns"):
+            raise PluginError(f"{self._who}: {name} is {value!r}, expected {expected}")
+        return value
 
     def _number_of_turns(self) -> int:
         kinds = [each for each in type(self._environment).__mro__ if each is not Environment]
         if self._runs_agents and not any("max_turns" in vars(each) for each in (self._environment, *kinds)):
             return AGENT_TURNS
-        turns = getattr(self._environment, "max_turns", Environment.max_turns)
-        if isinstance(turns, bool) or not isinstance(turns, int) or turns < 1:
-            raise PluginError(f"{self._who}: max_turns is {turns!r}, expected a whole number of at least 1")
+        turns: int = self._declared("max_turns", lambda n: n > 0, "a whole number of at least 1", whole=True)
         return turns
-
-    def _threshold(self) -> float | None:
-        success = getattr(self._environment, "success", Environment.success)
-        if success is None:
-            return None
-        if isinstance(success, bool) or not isinstance(success, (int, float)) or not math.isfinite(success):
-            raise PluginError(f"{self._who}: success is {success!r}, expected a finite number or None")
-        return float(success)
 
     def _rules(self) -> dict[str, str]:
         rules = getattr(self._environment, "combine", Environment.combine)
@@ -647,22 +636,6 @@ def _raise(error: Exception) -> NoReturn:
     if away is None or away is error:
         raise error
     raise away from error
-
-
-def _each(function: Callable[[Any], Any], items: Sequence[Any]) -> Steps[list[Any]]:
-    """Return the result or error of ``function`` for each item; awaitables are awaited together."""
-    results: list[Any] = []
-    for item in items:
-        try:
-            results.append(function(item))
-        except BaseException as error:  # sys.exit(), or a library's timeout: the process survives
-            results.append(error)
-    waiting = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
-    if waiting:
-        awaited = yield [results[i] for i in waiting]
-        for i, result in zip(waiting, awaited, strict=True):
-            results[i] = result
-    return results
 
 
 def _print_errors(results: Sequence[Any]) -> None:

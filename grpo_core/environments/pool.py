@@ -2,9 +2,8 @@
 
     EnvironmentPool   --- one call with the episodes of many rollouts --->   EnvironmentProcess (a worker)
 
-Each worker has its own batcher; calls that run in slots of the environment are not merged.  The rollouts of a
-group go to one worker, and rollouts with a session go to the worker that opened it.
-The rollouts of agents take places in the workers.
+Each worker has a queue (``Dispatcher``).  The rollouts of a group go to one worker, and rollouts with a
+session go to the worker that opened it.  The rollouts of agents take places in the workers.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -21,13 +19,12 @@ from typing import Any, Protocol
 from attrs import evolve, field, frozen
 
 from grpo_core.config import EnvironmentConfig
-from grpo_core.contracts.errors import ConfigError, PluginError, Unavailable
+from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.contracts.playing import EnvironmentClient, Player
 from grpo_core.contracts.records import AgentClient, Episode, Judgement, Prompt, SessionStart
 from grpo_core.contracts.rewards import EVERY
-from grpo_core.environments.batcher import MicroBatcher, one_each
-from grpo_core.environments.host import Slotted, calls_of, in_slots, units
-from grpo_core.environments.outages import Service
+from grpo_core.environments.dispatcher import Caller, Dispatcher, Services, Unit
+from grpo_core.environments.host import Slotted
 from grpo_core.processes.aio import UNLIMITED, gather, not_counted
 
 
@@ -105,7 +102,7 @@ UNAVAILABLE_FOR = "environment.unavailable_for"
 """Configuration key in messages about unavailable services."""
 
 
-class EnvironmentWorker(EnvironmentClient, Protocol):
+class EnvironmentWorker(EnvironmentClient, Caller, Protocol):
     """One environment in a process or a cluster worker."""
 
     @property
@@ -163,10 +160,10 @@ class EnvironmentPool:
         self._workers = list(workers)
         self._for_agents, self._on_demand = for_agents, on_demand
         self._places = Places(len(self._workers), UNLIMITED, len(self._workers))
-        self._batchers = [
-            MicroBatcher[Episode, Judgement](
-                partial(self._batched, worker), max_batch=config.max_batch, max_wait=config.max_wait
-            )
+        self._name = f"environment of task {name!r}"
+        self._services = Services(self._name, config.unavailable_for, key=UNAVAILABLE_FOR)
+        self._dispatchers = [
+            Dispatcher(worker, self._name, max_batch=config.max_batch, max_wait=config.max_wait)
             for worker in self._workers
         ]
         self._load = [0] * len(self._workers)
@@ -177,8 +174,6 @@ class EnvironmentPool:
         self._finished = 0
         """Number of episodes that ended with a reward while a metric of ``combine`` had not been seen."""
         self._unseen: set[str] = set()
-        self._name, self._unavailable_for = f"environment of task {name!r}", config.unavailable_for
-        self._services: dict[str, Service] = {}
         self._describe()
         self.player: Player | None = None
         """Set by the owner before the first rollout."""
@@ -218,8 +213,6 @@ class EnvironmentPool:
         self.success = first.success if self._success is None else self._success
         self.combine: Mapping[str, str] = self._rules(first.combine)
         self._unseen = set(first.combine)
-        for batcher in self._batchers:
-            batcher.together = self.needs_group
 
     def _rules(self, declared: Mapping[str, str]) -> dict[str, str]:
         """Return how metrics are combined.  Raises ConfigError if a part of the reward is not added."""
@@ -262,129 +255,81 @@ class EnvironmentPool:
 
     async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
         """Open sessions; the sessions of one prompt are opened by one worker."""
-        return await self._service("open").ask(
-            list(prompts.items()),
-            lambda pairs, _: self._open(dict(pairs)),
-            prompt=lambda pair: pair[1].id,
-            error=lambda start: start.unavailable,
-        )
-
-    def _service(self, what: str) -> Service:
-        """Return the service behind a method or a tool; each waits separately."""
-        if what not in self._services:
-            self._services[what] = Service(self._name, self._unavailable_for, key=UNAVAILABLE_FOR)
-        return self._services[what]
-
-    async def _open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
-        agents = self._workers[0].runs_agents
-        if agents and not self._workers[0].has_sessions:  # each is played where a place is free
-            return await self._workers[0].open(prompts)
+        first = self._workers[0]
+        if first.runs_agents and not first.has_sessions:  # each is played where a place is free
+            return await first.open(prompts)
         together: dict[str, list[str]] = defaultdict(list)
         for session, prompt in prompts.items():
-            together[session if agents and not self.needs_group else prompt.id].append(session)
+            together[session if first.runs_agents and not self.needs_group else prompt.id].append(session)
         shares: dict[int, list[str]] = defaultdict(list)
         for sessions in together.values():
-            home = self._homes.get(sessions[0])  # of a session that is opened again
-            worker = self._least() if home is None else home
-            if home is None and self._load[worker] >= self._places.each:
+            worker = self._least()
+            if self._load[worker] >= self._places.each:
                 worker = self._places.further(worker)
             shares[worker] += sessions
-            self._load[worker] += sum(session not in self._homes for session in sessions)
+            self._load[worker] += len(sessions)
             self._homes |= dict.fromkeys(sessions, worker)
         opened: dict[str, SessionStart] = {}
 
         async def ask(worker: int, sessions: list[str]) -> None:
-            answer = await self._workers[worker].open({session: prompts[session] for session in sessions})
-            opened.update(zip(sessions, answer, strict=True))
+            share = {session: prompts[session] for session in sessions}
+            if first.has_sessions:
+                begun = await self._dispatchers[worker].ask(
+                    self._services.openings(share.items(), first.slots)
+                )
+            else:
+                begun = await self._workers[worker].open(share)
+            opened.update(zip(sessions, begun, strict=True))
 
-        await asyncio.gather(*(ask(*share) for share in shares.items()))
+        await gather(ask(*share) for share in shares.items())
         return [opened[session] for session in prompts]
 
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Judgement]:
         """Return feedback for each episode, in order."""
-        parts = units(episodes, whole_groups=self.needs_group)
-        asked: dict[str, list[list[Episode]]] = defaultdict(list)
-        for part in parts:
-            asked[_asks(part[0])].append(part)
-        found = await gather(self._judged(what, its) for what, its in asked.items())
-        feedback = {id(episode): each for pairs in found for episode, each in pairs}
-        for each in feedback.values():
-            self._observe(each)
-        return [feedback[id(episode)] for episode in episodes]
+        slots = self._workers[0].slots
+        some = self._services.evaluations(episodes, slots, whole_groups=self.needs_group)
+        shares = self._shares(some)
+        try:
+            if len(shares) == 1:
+                ((worker, share),) = shares.items()
+                await self._dispatchers[worker].ask(share)
+            else:
+                await gather(self._dispatchers[worker].ask(share) for worker, share in shares.items())
+        finally:
+            for worker, share in shares.items():
+                self._load[worker] -= sum(len(unit.items) for unit in share)
+        feedback: list[Judgement] = [each for unit in some for each in unit.results]
+        for place, (episode, each) in enumerate(zip(episodes, feedback, strict=True)):
+            if each.unavailable is not None and each.messages:  # the answers of some of its tools
+                rest = evolve(episode, messages=(*episode.messages, *each.messages))
+                (answer,) = await self.evaluate([rest])
+                feedback[place] = evolve(answer, messages=(*each.messages, *answer.messages))
+            self._observe(feedback[place])
+        return feedback
 
-    async def _judged(self, what: str, parts: Sequence[list[Episode]]) -> list[tuple[Episode, Judgement]]:
-        """Return the feedback for parts that call the same service first."""
-
-        async def judge(some: Sequence[list[Episode]], alone: bool) -> list[list[Judgement]]:
-            shown = [each for part in some for each in part]
-            feedback = iter(one_each(await self._evaluate(shown, alone=alone), shown))
-            return [[next(feedback) for _ in part] for part in some]
-
-        def away(answer: Sequence[Judgement]) -> Unavailable | None:
-            """Return the error of this service; answers of tools come from another one."""
-            return next((each.unavailable for each in answer if each.unavailable and not each.messages), None)
-
-        answers = await self._service(what).ask(
-            parts, judge, prompt=lambda part: part[0].prompt.id, error=away
-        )
-        return [
-            (episode, await self._answered(episode, feedback))
-            for part, answer in zip(parts, answers, strict=True)
-            for episode, feedback in zip(part, answer, strict=True)
-        ]
-
-    async def _answered(self, episode: Episode, feedback: Judgement) -> Judgement:
-        """Return the feedback with the answers of the remaining tools."""
-        if feedback.unavailable is None or not feedback.messages:
-            return feedback
-        rest = evolve(episode, messages=(*episode.messages, *feedback.messages))
-        (answer,) = await self.evaluate([rest])
-        return evolve(answer, messages=(*feedback.messages, *answer.messages))
-
-    async def _evaluate(self, episodes: Sequence[Episode], *, alone: bool) -> list[Judgement]:
-        """Let the workers evaluate; ``alone`` if the service is away and this call retries."""
-        if len(self._workers) == 1:
-            return await self._call(0, episodes, alone=alone)
-        by_group: dict[str, list[int]] = defaultdict(list)
-        for index, episode in enumerate(episodes):
-            by_group[episode.group].append(index)
-        shares: dict[int, list[int]] = defaultdict(list)
-        for indices in by_group.values():
-            homes = (self._homes.get(str(episodes[index].session)) for index in indices)
-            worker = next((home for home in homes if home is not None), None)
-            worker = self._least() if worker is None else worker
-            shares[worker] += indices
-            self._load[worker] += len(indices)
-        feedback: dict[int, Judgement] = {}
-
-        async def ask(worker: int, indices: list[int]) -> None:
-            try:
-                answer = await self._call(worker, [episodes[index] for index in indices], alone=alone)
-                feedback.update(zip(indices, answer, strict=True))
-            finally:
-                self._load[worker] -= len(indices)
-
-        await asyncio.gather(*(ask(*share) for share in shares.items()))
-        return [feedback[index] for index in range(len(episodes))]
-
-    def _call(self, worker: int, episodes: Sequence[Episode], *, alone: bool) -> Awaitable[list[Judgement]]:
-        """Let a worker evaluate: batched with others, unless these episodes run in slots."""
-        if alone or in_slots(self._workers[worker].slots, episodes):
-            return self._workers[worker].evaluate(episodes)
-        return self._batchers[worker].submit(episodes)
+    def _shares(self, some: Sequence[Unit]) -> dict[int, list[Unit]]:
+        """Return the units of each worker: its sessions, and whole groups."""
+        shares: dict[int, list[Unit]] = defaultdict(list)
+        workers: dict[str, int] = {}
+        for unit in some:
+            group = unit.items[0].group
+            home = self._homes.get(str(unit.items[0].session))
+            if group not in workers or home is not None:
+                workers[group] = self._least() if home is None else home
+            shares[workers[group]].append(unit)
+            self._load[workers[group]] += len(unit.items)
+        return shares
 
     async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Judgement | None:
         """Let the agent play a rollout; None if ``evaluate`` judges it.
 
         If a service is unavailable, the feedback has its error, and the rollout is played again.
         """
-        feedback, final = await self._service("run").once(
-            prompt.id,
-            lambda: self._run(session, prompt, client),
-            lambda feedback: None if feedback is None else feedback.unavailable,
+        feedback, stands = await self._services["run"].once(
+            prompt.id, lambda: self._run(session, prompt, client)
         )
         self._observe(feedback)
-        return evolve(feedback, unavailable=None) if feedback is not None and final else feedback
+        return evolve(feedback, unavailable=None) if feedback is not None and stands else feedback
 
     async def _run(self, session: str, prompt: Prompt, client: AgentClient) -> Judgement | None:
         async with self._places.take(self._homes.get(session)) as worker:
@@ -418,28 +363,8 @@ class EnvironmentPool:
 
     async def aclose(self) -> None:
         """End all workers; calls that wait for them raise an error."""
-        await asyncio.gather(*(batcher.aclose() for batcher in self._batchers))
+        await asyncio.gather(*(dispatcher.aclose() for dispatcher in self._dispatchers))
         await asyncio.gather(*(worker.aclose() for worker in self._workers))
-
-    async def _batched(self, worker: EnvironmentWorker, episodes: Sequence[Episode]) -> list[Judgement]:
-        """Evaluate a batch, without episodes whose service went away after they joined."""
-        services = [self._service(_asks(episode)) for episode in episodes]
-        away = [service.away for service in services]
-        called = [each for each, gone in zip(episodes, away, strict=True) if gone is None]
-        feedback = iter(one_each(await worker.evaluate(called), called) if called else [])
-        found = [
-            next(feedback) if gone is None else Judgement(error=str(gone), unavailable=gone) for gone in away
-        ]
-        for service, episode, each in zip(services, episodes, found, strict=True):
-            if each.unavailable is not None and not each.unavailable.timed_out and not each.messages:
-                service.failed(episode.prompt.id, each.unavailable)
-        return found
 
     def _least(self) -> int:
         return min(range(self._places.used), key=self._load.__getitem__)
-
-
-def _asks(episode: Episode) -> str:
-    """Return what an episode calls first: ``evaluate``, or a tool."""
-    calls = calls_of(episode)
-    return f"tool {calls[0]['function']['name']}" if calls else "evaluate"

@@ -3,13 +3,7 @@
     EnvironmentProcess (here)   ------>   EnvironmentHost (child, main thread)   ------>   plugin code
 
 Plugin code that evaluates may hang, crash, or call C code that holds the interpreter: its process is killed
-at the deadline and restarted.  Only the culprit of a failure loses its feedback:
-
-* A batch that raises, dies or overruns is tried again one episode at a time (one group at a time if the
-  environment compares the rollouts of a group).
-* With slots, each episode (or group) is a separate call, and several run at once.  A call that overruns is
-  cancelled.  If the process dies, its calls run again with fewer and fewer others.
-
+at the deadline and restarted.  A ``Dispatcher`` decides what is called together, and what is called again.
 Sessions die with their process: then their rollouts are lost, and played again.  Survived failures are
 reported (``grpo_core.contracts.incidents``); results of the wrong type or number end the run.
 """
@@ -19,12 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
-from attrs import evolve, frozen
+from attrs import evolve
 
 from grpo_core.config import EnvironmentConfig
 from grpo_core.contracts.errors import (
@@ -41,20 +35,15 @@ from grpo_core.contracts.incidents import report
 from grpo_core.contracts.playing import Player
 from grpo_core.contracts.protocols import Environment
 from grpo_core.contracts.records import AgentClient, Episode, Judgement, Prompt, SessionStart
-from grpo_core.environments.host import UNREADABLE, EnvironmentHost, Slotted, in_slots, units
+from grpo_core.environments.dispatcher import Dispatcher, Failure, Services
+from grpo_core.environments.host import UNREADABLE, EnvironmentHost, Slotted
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
 from grpo_core.processes import secrets
-from grpo_core.processes.aio import RestartBudget, Slots, gather
+from grpo_core.processes.aio import RestartBudget, Slots
 from grpo_core.processes.child import Child, ThreadChild
 from grpo_core.processes.interpreters import Interpreter, from_here, variables_of
 from grpo_core.text.credentials import Mask
-
-T = TypeVar("T")
-R = TypeVar("R")
-
-GIVE_UP_AFTER = 20
-"""Number of failures in a row after which the environment, not an episode, is considered at fault."""
 
 MAX_DEATHS = 3
 """Deaths in a row, at the start or while it lists prompts, after which it is not restarted."""
@@ -67,54 +56,6 @@ GRACE = 2.0
 
 KEY = "environment.env_vars"
 """Configuration key in messages about environment variables."""
-
-COMPANY = 4
-"""Each death divides by this the number of calls that run next to those the process held."""
-
-
-@frozen
-class _Failure:
-    """A call that failed.
-
-    Attributes:
-        died: whether its process died or was killed.
-        alone: whether no other call was running then.
-    """
-
-    error: Exception
-    died: bool
-    alone: bool
-
-    @property
-    def unavailable(self) -> Unavailable | None:
-        """The error of the environment's service, or None if it is not at fault."""
-        if isinstance(self.error, DeadlineExceeded):
-            late = Unavailable(str(self.error))
-            late.timed_out = True
-            return late
-        return self.error if isinstance(self.error, Unavailable) else None
-
-    @property
-    def timed_out(self) -> bool:
-        return self.unavailable is not None and self.unavailable.timed_out
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the service is away for every prompt."""
-        return self.unavailable is not None and not self.timed_out
-
-
-@frozen
-class _Kind(Generic[T, R]):
-    """A kind of call: the method, the record that stands for a failure, and the prompt of an item."""
-
-    method: str
-    record: Callable[..., R]
-    prompt: Callable[[T], Prompt]
-
-    def result(self, failure: _Failure) -> R:
-        error = failure.error
-        return self.record(error=describe(error), fault=fault_of(error), unavailable=failure.unavailable)
 
 
 class EnvironmentProcess:
@@ -176,9 +117,6 @@ class EnvironmentProcess:
         self._slots = Slots(1)
         self._playing = 0
         """Number of rollouts that its agent plays."""
-        self._refused: _Failure | None = None
-        """The last failure of an unavailable service, and the number of them."""
-        self._refusals = 0
         self._probe: asyncio.Task[None] | None = None
         self._deadline = self._grace = 0.0
         self._mourned: Child | None = None
@@ -193,6 +131,14 @@ class EnvironmentProcess:
         self._closer: asyncio.Task[None] | None = None
         self._who = f"task {task!r}"
         self._name = f"environment of task {task!r}"
+        self._services = Services(self._name, None)
+        self._dispatcher = Dispatcher(self, self._name)
+        """The queue of those who have no pool: they wait for no service."""
+
+    @property
+    def concurrency(self) -> int:
+        """Number of slots; known once the process has started."""
+        return self._slots.number
 
     @property
     def runs_agents(self) -> bool:
@@ -222,9 +168,7 @@ class EnvironmentProcess:
         await self._started()
         if not self.has_sessions:
             return [SessionStart(tools=self._tools)] * len(prompts)
-        parts = [[pair] for pair in prompts.items()]
-        kind = _Kind[tuple[str, Prompt], SessionStart]("open", SessionStart, lambda pair: pair[1])
-        return await (self._in_slots if self.slots != "none" else self._in_a_batch)(kind, parts)
+        return await self._dispatcher.ask(self._services.openings(prompts.items(), self.slots))
 
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Judgement]:
         """Return feedback for each episode, in order; a failed one has an error and no reward.
@@ -232,13 +176,30 @@ class EnvironmentProcess:
         Raises PluginError if results have the wrong number or type.
         """
         await self._started()
-        parts = units(episodes, whole_groups=self.needs_group)
-        kind = _Kind[Episode, Judgement]("evaluate", Judgement, lambda episode: episode.prompt)
-        play = self._in_slots if in_slots(self.slots, episodes) else self._in_a_batch
-        feedback = await play(kind, parts)
-        if lost := sum(each.lost for each in feedback):
+        some = self._services.evaluations(episodes, self.slots, whole_groups=self.needs_group)
+        return await self._dispatcher.ask(some)
+
+    async def call(self, method: str, items: Sequence[Any], slots: int) -> Sequence[Any] | Failure:
+        """Evaluate episodes, or open sessions, in one call; it takes ``slots``, or all if there are fewer.
+
+        Raises PluginError if the environment cannot be made or breaks its contract, ChildDied if it is
+        closed.
+        """
+        async with self._slots.take(slots):
+            child = await self._started()
+            try:
+                results: Sequence[Any] = await child.call_alongside(
+                    method, items, seconds=self._deadline, grace=self._grace
+                )
+            except PluginError:
+                raise
+            except Exception as error:
+                if self._closed:
+                    raise
+                return self._failure(child, error, slots)
+        if method == "evaluate" and (lost := sum(each.lost for each in results)):
             report("session_lost", self._name, f"{lost} sessions ended with the process that held them")
-        return feedback
+        return results
 
     async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Judgement | None:
         """Let the agent play a rollout; None if ``evaluate`` judges it.
@@ -261,10 +222,11 @@ class EnvironmentProcess:
             if self._closed:
                 raise
             failure = self._failure(child, error, 0)
-            self._report_call(failure)
+            away = failure.unavailable if isinstance(error, Unavailable) and not error.timed_out else None
+            if away is None and not failure.died:
+                report("call_failed", self._name, failure.brief, fault=failure.fault)
             lost = failure.died and not failure.alone
-            away = failure.unavailable if failure.is_gone else None
-            return Judgement(error=describe(error), fault=fault_of(error), lost=lost, unavailable=away)
+            return Judgement(error=failure.error, fault=failure.fault, lost=lost, unavailable=away)
         finally:
             self._playing -= 1
         return found
@@ -309,106 +271,6 @@ class EnvironmentProcess:
                         )
             self._closer = None
 
-    async def _in_a_batch(self, kind: _Kind[T, R], parts: list[list[T]]) -> list[R]:
-        """Return one result for each item, from one call or, if it fails, from a call for each part.
-
-        If a service is unavailable, the parts of a batch would fail as well and are not tried.
-        """
-        if not parts:
-            return []
-        attempt = await self._attempt(kind, [item for part in parts for item in part])
-        if not isinstance(attempt, _Failure):
-            return attempt
-        first = attempt
-        results: dict[int, list[R]] = {}
-        left = list(range(len(parts)))
-        in_a_row = succeeded = 0
-        late: set[str] = set()
-        """Prompts of consecutive calls that took too long."""
-        while left and not attempt.is_gone:
-            # after a call that took too long comes one with another prompt: is it the prompt, or the service?
-            here = next((i for i in left if kind.prompt(parts[i][0]).id not in late), left[0])
-            left.remove(here)
-            again: list[R] | _Failure = attempt
-            if len(parts) > 1 and in_a_row < GIVE_UP_AFTER:
-                again = await self._attempt(kind, parts[here], self._slots.number)
-            if isinstance(again, _Failure):
-                attempt = again
-                if in_a_row < GIVE_UP_AFTER:
-                    self._report_call(attempt)
-                results[here] = [kind.result(attempt)] * len(parts[here])
-                in_a_row += 1
-                if attempt.timed_out:
-                    late.add(kind.prompt(parts[here][0]).id)
-                if len(late) > 1:
-                    attempt = _Failure(Unavailable(str(attempt.error)), died=False, alone=False)
-            else:
-                results[here] = again
-                succeeded += 1
-                in_a_row = 0
-                late.clear()
-        results |= {i: [kind.result(attempt)] * len(parts[i]) for i in left}
-        if succeeded:
-            report(
-                "batch_failed",
-                self._name,
-                f"batches of {sum(map(len, parts))} fail ({self._brief(first.error)}); {succeeded} of "
-                f"{len(parts)} {'calls with one group' if self.needs_group else 'single calls'} succeed",
-                fault=fault_of(first.error),
-            )
-        return [result for i in range(len(parts)) for result in results[i]]
-
-    async def _in_slots(self, kind: _Kind[T, R], parts: list[list[T]]) -> list[R]:
-        """Return one result for each item, from a call for each part; each begins when a slot is free."""
-        if len(parts) == 1:
-            return await self._in_a_slot(kind, parts[0])
-        results = await gather(self._in_a_slot(kind, part) for part in parts)
-        return [result for part in results for result in part]
-
-    async def _in_a_slot(self, kind: _Kind[T, R], part: list[T]) -> list[R]:
-        slots = 1
-        while True:
-            attempt = await self._attempt(kind, part, slots)
-            if not isinstance(attempt, _Failure):
-                return attempt
-            if not attempt.died or attempt.alone:
-                self._report_call(attempt)
-                return [kind.result(attempt)] * len(part)
-            slots = min(slots * COMPANY, self._slots.number)
-
-    async def _attempt(self, kind: _Kind[T, R], items: Sequence[T], slots: int = 1) -> list[R] | _Failure:
-        """Return the results, or why there are none.
-
-        Raises PluginError if the environment cannot be made or breaks its contract, ChildDied if it is
-        closed.
-        """
-        refusals = self._refusals
-        async with self._slots.take(slots):
-            if self._refusals != refusals and self._refused is not None:
-                return self._refused  # the service went away while this call waited for a slot
-            child = await self._started()
-            try:
-                results: list[R] = await child.call_alongside(
-                    kind.method, list(items), seconds=self._deadline, grace=self._grace
-                )
-            except asyncio.CancelledError:
-                # Code that is not async cannot be cancelled.  It may be busy for long, and the next caller's
-                # time would run meanwhile.  Where there are sessions, that is better than to lose them.
-                if self.slots == "none" and not self.has_sessions and not self.runs_agents:
-                    self._reported = child
-                    child.kill()
-                raise
-            except PluginError:
-                raise
-            except Exception as error:
-                if self._closed:
-                    raise
-                failure = self._failure(child, error, slots)
-                if failure.is_gone:
-                    self._refusals, self._refused = self._refusals + 1, failure
-                return failure
-            return results
-
     def _look_after(self, child: Child) -> None:
         """Kill the process soon if a cancelled agent blocks the others."""
 
@@ -419,14 +281,26 @@ class EnvironmentProcess:
         if self._probe is None or self._probe.done():
             self._probe = asyncio.create_task(probe(), name=f"probe of {self._who}")
 
-    def _failure(self, child: Child, error: Exception, slots: int) -> _Failure:
+    def _failure(self, child: Child, error: Exception, slots: int) -> Failure:
         """Describe a failure; a death is reported by the first call that notices it."""
         died = error is child.death
         if died and child is not self._mourned:
             agents = self._playing - (slots == 0)
             self._mourned, self._was_alone = child, self._slots.taken == slots and not agents
             self._report_death(child, error)
-        return _Failure(error, died=died, alone=died and self._was_alone)
+        away = error if isinstance(error, Unavailable) else None
+        if isinstance(error, DeadlineExceeded):
+            away = Unavailable(str(error))
+            away.timed_out = True
+        return Failure(
+            error=describe(error),
+            brief=self._brief(error),
+            fault=fault_of(error),
+            unavailable=away,
+            cancelled=isinstance(error, DeadlineExceeded) and not died,
+            died=died,
+            alone=died and self._was_alone,
+        )
 
     def _report_death(self, child: Child, why: Exception) -> None:
         """Report the death of a child once, at the first call that notices it."""
@@ -439,14 +313,6 @@ class EnvironmentProcess:
         """Summarise in one line what happened to the environment."""
         line = describe(error).partition("\n")[0].partition("; the end of ")[0]
         return line.removeprefix(self._name).removeprefix(":").strip()[:300]
-
-    def _report_call(self, failure: _Failure) -> None:
-        if failure.is_gone or failure.died:  # reported elsewhere
-            return
-        if isinstance(failure.error, DeadlineExceeded):
-            report("deadline", self._name, self._brief(failure.error))
-        else:
-            report("call_failed", self._name, self._brief(failure.error), fault=fault_of(failure.error))
 
     async def _call(self, method: str, argument: Any) -> Any:
         async def ask() -> Any:

@@ -95,9 +95,9 @@ if TYPE_CHECKING:
     from grpo_core.engines.local.decoding_server import DecodingServer as DecodingServer
     from grpo_core.engines.local.engine import LocalEngine as LocalEngine
     from grpo_core.engines.wrapped import BackgroundMetrics as BackgroundMetrics
+    from grpo_core.environments.dispatcher import Service as Service
     from grpo_core.environments.host import SCORES as SCORES
     from grpo_core.environments.host import evaluate_of as evaluate_of
-    from grpo_core.environments.outages import Service as Service
     from grpo_core.environments.pool import EnvironmentSpec as EnvironmentSpec
     from grpo_core.environments.pool import EnvironmentWorker as EnvironmentWorker
     from grpo_core.environments.process import EnvironmentProcess as EnvironmentProcess

@@ -372,7 +372,7 @@ class TrackerThread:
     def _when_here(self, work: Callable[[], object]) -> None:
         """Do the work; retry it while an error says that a service is unavailable."""
         outage = Outage(AWAY, JITTER.random)
-        outage.answered(self.who, 0.0)
+        outage.answered(0.0)
         while True:
             try:
                 work()
@@ -381,8 +381,7 @@ class TrackerThread:
                 away = unavailable(error)
                 if away is None or self.dropped:
                     raise
-                away.timed_out = False  # it has no other methods
-                outage.failed(self.who, away, time.monotonic())
+                outage.failed(time.monotonic(), away.retry_after)
                 if outage.over:
                     raise
                 if outage.failures == 1:

@@ -217,7 +217,7 @@ class FakeEnvironment:
 
     slots: Literal["none", "tools", "all"] = "none"
     runs_agents = has_sessions = False
-    agents = memory = 0
+    agents = memory = concurrency = 0
 
     def __init__(
         self,
@@ -259,6 +259,9 @@ class FakeEnvironment:
         self.calls.append(len(episodes))
         await asyncio.sleep(self.seconds)
         return [Judgement.of(self.feedback(episode)) for episode in episodes]
+
+    async def call(self, method: str, items: Sequence[Any], slots: int) -> Sequence[Any]:
+        return await (self.evaluate(items) if method == "evaluate" else self.open(dict(items)))
 
     async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Judgement | None:
         raise NotImplementedError("this environment runs no agents")

@@ -55,6 +55,7 @@ class HostedEnvironment:
         self.success: float | None = self._description["success"]
         self.combine: Mapping[str, str] = self._description["combine"]
         self.slots: Slotted = self._description["slots"]
+        self.concurrency: int = self._description["concurrency"]
         self.agents: int = self._description["agents"]
         self.runs_agents = self.agents > 0
         self.has_sessions: bool = self._description["sessions"]
@@ -93,6 +94,10 @@ class HostedEnvironment:
         whole = self.slots != "all"
         parts = [episodes] if whole else units(episodes, whole_groups=self.needs_group)
         return await self._called(lambda: [feedback for part in parts for feedback in self._evaluate(part)])
+
+    async def call(self, method: str, items: Sequence[Any], slots: int) -> Sequence[Any]:
+        """Feedback for episodes, or sessions for pairs."""
+        return await (self.evaluate(items) if method == "evaluate" else self.open(dict(items)))
 
     def _evaluate(self, episodes: Sequence[Episode]) -> list[Judgement]:
         try:

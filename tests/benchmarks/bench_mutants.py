@@ -42,7 +42,7 @@ TESTS = [
     "samplers",
     "loaders",
     "positions",
-    "batcher",
+    "dispatcher",
     "quotas",
     "learnable_prompts",
     "agent_sessions",

@@ -1,6 +1,6 @@
 """A run that really learns, on virtual time, and writes a run directory: the world of ``simulation.broken``.
 
-The pipeline, the buffer, samplers, loaders, batchers, the pool of engines, canary, health limits, budgets,
+The pipeline, the buffer, samplers, loaders, queues, the pool of engines, canary, health limits, budgets,
 validation, incidents, the timeline and the tracker ``files`` are the real ones.  The policy is a table of
 logits by class of prompt and position; engines sample from it, and the trainer descends the real loss of the
 core on it, with the real totals, clipping and Adam.  Only what takes time is slept: decoding, judging,
@@ -200,7 +200,7 @@ class Judge:
     needs_group = False
     max_turns = 1
     combine: Mapping[str, str] = MappingProxyType({})
-    slots, runs_agents = "none", False
+    slots, runs_agents, has_sessions, concurrency = "none", False, False, 0
 
     def __init__(
         self, task: Task, seed: int, kinds: Mapping[int, int], progress: Callable[[], float]
@@ -215,6 +215,9 @@ class Judge:
     async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
         tools = [{"type": "function", "function": {"name": f"tool{i}"}} for i in range(self.task.tools)]
         return [SessionStart(tools=tuple(tools))] * len(prompts)
+
+    async def call(self, method: str, items: Sequence[Any], slots: int) -> Sequence[Any]:
+        return await (self.evaluate(items) if method == "evaluate" else self.open(dict(items)))
 
     async def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:
         length = self.task.shown_length or self.task.length

@@ -3,7 +3,7 @@
     python -m simulation.runs --seed 123 --policy deadline --max-staleness 2
     python -m simulation.runs --seeds 1000 --quiet
 
-Pipeline, buffer, rollouts, samplers, loaders, batchers, the pool of engines, the canary, the health limits,
+Pipeline, buffer, rollouts, samplers, loaders, queues, the pool of engines, the canary, the health limits,
 validation and checkpoints are the real ones; engines, environments, the trainer, the validation strategy and
 the disk are of ``simulation.world``.  A simulation is the whole story of a run: it is started, dies or fails
 of what the dice decide, is resumed from its newest checkpoint, and in the end a life without faults has to

@@ -598,7 +598,7 @@ class SimulatedEnvironment:
 
     success = 1.0
     combine: Mapping[str, str] = MappingProxyType({})
-    slots = "none"
+    slots, concurrency = "none", 0
     has_sessions = True
 
     def __init__(
@@ -633,6 +633,9 @@ class SimulatedEnvironment:
     async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
         self.sessions |= set(prompts)
         return [SessionStart()] * len(prompts)
+
+    async def call(self, method: str, items: Sequence[Any], slots: int) -> Sequence[Any]:
+        return await (self.evaluate(items) if method == "evaluate" else self.open(dict(items)))
 
     async def close(self, sessions: Sequence[str]) -> None:
         self.sessions.difference_update(sessions)

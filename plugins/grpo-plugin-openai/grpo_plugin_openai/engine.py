@@ -145,30 +145,28 @@ class OpenAIEngine(TextEngine):
 
     async def _answer(self, body: Mapping[str, Any], stops: Sequence[str]) -> tuple[Reply, int, int]:
         """Request a completion; return the reply, the number of its prompt's tokens, and of retries."""
-        retries, final = -1, False
-        while not final:
+        retries = -1
+
+        async def once() -> Any:
+            nonlocal retries
             retries += 1
-            found, final = await self._service.once(digest(body), lambda: self._once(body), _absence)
-        if isinstance(found, Unavailable):  # the service is available to others
-            raise EngineError(str(found))
+            return await self._once(body)
+
+        found = await self._service.call(digest(body), once)
         return *_read(found, self._url, stops), retries
 
     async def _once(self, body: Mapping[str, Any]) -> Any:
-        """Send a request once; return the answer, or the error of an outage."""
+        """Send a request once; return the answer."""
         try:
             answer = await self._client.post("/chat/completions", body)
             if answer.status != 200:
                 raise answer.refused(_remedy(answer.status))
             return answer.json(dict)
-        except Unavailable as error:
-            return error
+        except Unavailable as error:  # if it is the last one, the service is available to others
+            raise EngineError(str(error)) from error
         except ServiceError as error:
             # an answer that cannot be read costs one reply; whatever else it is, all others would be it, too
             raise (EngineError if error.status == 200 else PluginError)(str(error)) from error
-
-
-def _absence(found: Any) -> Unavailable | None:
-    return found if isinstance(found, Unavailable) else None
 
 
 def _sent(message: Message) -> dict[str, Any]:

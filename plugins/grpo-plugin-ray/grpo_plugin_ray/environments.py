@@ -75,6 +75,7 @@ class RemoteEnvironment:
             "combine": self._process.combine,
             "success": self._process.success,
             "slots": self._process.slots,
+            "concurrency": self._process.concurrency,
             "agents": self._process.agents,
             "has_sessions": self._process.has_sessions,
             "memory": self._process.memory,
@@ -103,7 +104,7 @@ class RayEnvironment:
         self.success = Environment.success
         self.combine = Environment.combine
         self.slots: Literal["none", "tools", "all"] = "none"
-        self.agents = self.memory = 0
+        self.agents = self.memory = self.concurrency = 0
         self.has_sessions = False
         self.player: Any = None
         self._name, self._made_from, self._resources = name, made_from, resources
@@ -141,6 +142,10 @@ class RayEnvironment:
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Judgement]:
         feedback: list[Judgement] = await self._ask("evaluate", list(episodes))
         return feedback
+
+    async def call(self, method: str, items: Sequence[Any], slots: int) -> Sequence[Any]:
+        """Evaluate episodes, or open sessions; the worker's process tries them again alone."""
+        return await (self.evaluate(items) if method == "evaluate" else self.open(dict(items)))
 
     async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Judgement | None:
         """Run the agent in the worker; cancelling this cancels the agent.
@@ -215,7 +220,8 @@ class RayEnvironment:
                 self._worker, self._who = worker, started["who"]
                 self.max_turns, self.needs_group = started["max_turns"], started["needs_group"]
                 self.success, self.combine = started["success"], started["combine"]
-                self.slots, self.agents, self.memory = started["slots"], started["agents"], started["memory"]
+                self.slots, self.concurrency = started["slots"], started["concurrency"]
+                self.agents, self.memory = started["agents"], started["memory"]
                 self.has_sessions = started["has_sessions"]
             return self._worker
 

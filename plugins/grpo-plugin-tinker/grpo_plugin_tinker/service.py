@@ -88,7 +88,7 @@ class Session:
         loop, used = asyncio.get_running_loop(), 0.0
         task = asyncio.ensure_future(_awaited(ask()))
 
-        async def wait() -> Unavailable | None:
+        async def wait() -> None:
             nonlocal task, used
             began = loop.time()
             await asyncio.wait({task}, timeout=min(PROBE, seconds - used))
@@ -96,14 +96,15 @@ class Session:
                 away = await self._absence()
             elif away := _absent(task.exception()) if again else None:
                 task = asyncio.ensure_future(_awaited(ask()))
-            used += 0.0 if away else loop.time() - began
-            return away
+            if away is not None:
+                raise away
+            used += loop.time() - began
 
         try:
             while not task.done():
                 if used >= seconds:
                     raise DeadlineExceeded(f"{self._who}: {what} has no result within {seconds:g} s")
-                await self._availability.once("", wait, lambda away: away)
+                await self._availability.call("", wait)
             return task.result()
         finally:
             task.cancel()
