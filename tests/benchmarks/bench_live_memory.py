@@ -6,7 +6,7 @@ A run trains from the command line; ARGUMENTs go to `grpo-core train`.  In each 
 malloc eight times a second for the bytes of all live blocks, which with PYTHONMALLOC=malloc include Python's
 objects and torch's tensors on the host.  A step's live memory comes and goes, so the least of each
 tenth of the run counts.  The first three tenths are left out: caches fill.  From then on a line through the
-tenths may rise by 1 MiB in 100 steps; resident memory, which includes what malloc keeps free, is shown beside.
+tenths may rise by 1 MiB in 100 steps; resident memory, which includes what malloc keeps free, is shown, too.
 Prints one line per process: name, MiB in 100 steps, limit, ok or above.  Needs Linux and glibc 2.33.
 """
 

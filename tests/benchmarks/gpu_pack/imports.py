@@ -7,9 +7,9 @@ Run it with the Python of an environment that has what `machine.txt` lists, and 
     build/machine/bin/python tests/benchmarks/gpu_pack/install.py build/gpu-pack build/site
     (. build/site/env.sh; build/machine/bin/python tests/benchmarks/gpu_pack/imports.py build/site)
 
-A stand-in for the driver's library lets the kernels be loaded; vLLM takes the machine for one with a GPU.  All
-modules of the packages below are imported, and operators of the kernels are looked up and called.  Ends with
-status 1 if something fails that is not expected to.
+A stand-in for the driver's library lets the kernels be loaded; vLLM takes the machine for one with a GPU.
+All modules of the packages below are imported, and operators of the kernels are looked up and called.  Ends
+with status 1 if something fails that is not expected to.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ WALKED = """
     grpo_plugin_scale grpo_plugin_smollm2 grpo_plugin_vllm
 """
 ALSO = """
-    vllm.model_executor.models.llama vllm.model_executor.models.qwen3 vllm.entrypoints.cli.main bitsandbytes gguf
+    vllm.model_executor.models.llama vllm.model_executor.models.qwen3 vllm.entrypoints.cli.main gguf
+    bitsandbytes
 """
 EXPECTED: dict[str, str] = {}
 """Patterns of modules that fail, and why that is no matter."""
