@@ -37,7 +37,8 @@ ALSO = """
     bitsandbytes
 """
 NOT_PACKED = """
-    aiter amdsmi cutlass deep_ep flashinfer flydsl kvcr lmcache lmformatenforcer mistral_common mori nixl_ep ray
+    aiter amdsmi cutlass deep_ep flashinfer flydsl kvcr lmcache lmformatenforcer mistral_common mori nixl_ep
+    ray
 """
 EXPECTED = {
     f"No module named '({'|'.join(NOT_PACKED.split())})": "it is for a package that is not packed",
