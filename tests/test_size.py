@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from size import code_lines, counted, sums
 
-LIMITS = {"core": 23_530, "built-in": 4_856, "all distributions": 54_013}
+LIMITS = {"core": 23_531, "built-in": 4_855, "all distributions": 54_013}
 
 
 @pytest.mark.parametrize("part", LIMITS)

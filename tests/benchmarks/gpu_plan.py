@@ -5,9 +5,9 @@
 A plan is made of checks of `gpu_check.py`, in the order of need; those of one group run beside each other.
 Each has a process of its own, which is ended after twice its seconds.  One that no longer fits is left out,
 and shorter ones follow.  The JSON file is written after each check, so a plan may be cut anywhere.  Further
-words choose the checks whose names contain one of them.  On a CPU (``--device cpu``), where checks run one after
-the other and have six times as long, this tests the plans.  On a machine without a network `gpu_pack` comes
-first:
+words choose the checks whose names contain one of them.  On a CPU (``--device cpu``), where checks run one
+after the other and have six times as long, this tests the plans.  On a machine without a network `gpu_pack`
+comes first:
 
     python3 tests/benchmarks/gpu_pack/install.py build/gpu-pack /tmp/site && . /tmp/site/env.sh
     python3 tests/benchmarks/gpu_plan.py first --output $OUT/first.json
@@ -37,9 +37,9 @@ os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # flashinfer is not in the pack
 from attrs import asdict, frozen
 from gpu_check import (
     IN_TURN,
+    LEARNS,
     LORA,
     ONE_CARD,
-    REAL,
     SHORT,
     Check,
     core_killed,
@@ -54,6 +54,19 @@ from grpo_core import __version__
 
 SMALL = ("--set", "engine.options.cache_mib=4096")
 """Cache of an engine beside which others start: vLLM would measure what is free while they take it."""
+SUMS = (
+    *("--model", "smollm2", "--env", f"{Path(__file__).parents[2]}/examples/smollm2/sums.py:Sums"),
+    *("--set", "trainer.lr=2e-5", "--set", "trainer.updates_per_step=1", "--set", "trainer.warmup_updates=2"),
+    *(
+        "--set",
+        "trainer.prompts_per_step=8",
+        "--set",
+        "rollout.group_size=8",
+        "--set",
+        "rollout.max_tokens=24",
+    ),
+)
+"""What examples/smollm2/sums.toml has; on one H200 `local` learned it in 20 steps."""
 TESTS = "collective distillation engine_local optimizers packing passes resting trainer_weights transports"
 
 
@@ -73,64 +86,69 @@ def first(device: str) -> Plan:
     """vLLM decodes; SmolLM2 is trained with it by each transport; the tests; figures of 0.6B."""
     on_gpu = device == "cuda"
     shape, dtype = ("0.6B", "bfloat16") if on_gpu else ("tiny", "float32")
-    steps, more = (10, SMALL) if on_gpu else (2, SHORT)
+    more = SMALL if on_gpu else (*SHORT, "--set", "trainer.prompts_per_step=4")
+    steps, learns = (20, LEARNS) if on_gpu else (2, -0.3)
 
     def real(transport: str) -> Planned:
-        way = ("--set", f"engine.transport={transport}")
-        check = partial(whole_run, "vllm", device, dtype, *REAL, *more, *way, learns=-0.3, steps=steps)
+        settings = (*SUMS, *more, "--set", f"engine.transport={transport}")
+        check = partial(whole_run, "vllm", device, dtype, *settings, learns=learns, steps=steps)
         return Planned(f"SmolLM2 with vLLM, weights by {transport}", 110, check)
 
     def decodes(how: str) -> Planned:
-        return Planned(
-            f"vLLM decodes, {how}", 50 if how == "eager" else 90, partial(figures, how, shape, device)
-        )
+        seconds = 50 if how == "eager" else 90
+        return Planned(f"vLLM decodes, {how}", seconds, partial(figures, how, shape, device))
 
     killed = Planned("vLLM, EngineCore killed", 70, partial(killed_core, device))
+    tested = [
+        tests("trainer", *(f"tests/test_{name}.py" for name in TESTS.split())),
+        tests("vLLM", "plugins/grpo-plugin-vllm/tests/test_vllm.py"),
+    ]
+    of_trainer = "0.6B, rows of 16k" if on_gpu else shape
     plan = [
         [decodes("eager")],
-        [decodes("graphs"), tests("trainer", *(f"tests/test_{name}.py" for name in TESTS.split()))],
+        [decodes("graphs"), *tested],
         [real("shm"), real("cuda_ipc"), real("collective"), killed, decodes("compiled")],
         [Planned("figures of the engine", 120, partial(figures, "engine", shape, device))],
         [Planned("figures of local", 35, partial(figures, "local", shape, device))],
+        [
+            Planned(
+                f"figures of the trainer, {of_trainer}", 50, partial(figures, "trainer", of_trainer, device)
+            )
+        ],
     ]
     if not on_gpu:
         plan[1:3] = [[real("shm"), real("collective"), killed]]
-    of_trainer = [shape] if not on_gpu else ["0.6B, rows of 16k"]
-    plan += [
-        [Planned(f"figures of the trainer, {s}", 50, partial(figures, "trainer", s, device))]
-        for s in of_trainer
-    ]
-    return [*plan, [tests("vLLM", "plugins/grpo-plugin-vllm/tests/test_vllm.py")]] if on_gpu else plan
+    return plan
 
 
 def second(device: str) -> Plan:
-    """LoRA, both sides on one GPU at once and in turn, a Ray worker, long rows and figures of 4B."""
+    """LoRA, both sides on one GPU at once and in turn, long rows, figures of 4B, and a Ray worker."""
     on_gpu = device == "cuda"
     dtype, more = ("bfloat16", SMALL) if on_gpu else ("float32", ())
-    steps = 60 if on_gpu else 3
-    learns = 0.0 if on_gpu else -1.0
+    steps, learns = (60, 0.0) if on_gpu else (3, -1.0)
 
     def lora(native: str) -> Planned:
-        way = (*LORA, *more, "--set", f"engine.options.native_lora={native}")
-        check = partial(whole_run, "vllm", device, dtype, *way, learns=learns, steps=steps)
+        settings = (*LORA, *more, "--set", f"engine.options.native_lora={native}")
+        check = partial(whole_run, "vllm", device, dtype, *settings, learns=learns, steps=steps)
         return Planned(f"LoRA with vLLM, native_lora={native}", 100, check)
 
     def both(shape: str, how: str, *settings: str) -> Planned:
         check = partial(run_of_shape, shape, device, *ONE_CARD[shape], *settings)
-        return Planned(f"both on one GPU, {shape}, {how}", 80 if shape == "0.6B" else 105, check)
+        return Planned(f"both on one GPU, {shape}, {how}", 95 if shape == "4B" else 80, check)
 
-    ray = ("--ray", *(("--set", "engine.gpus_per_worker=0.5", *SMALL) if on_gpu else ()))
-    worker = partial(whole_run, "vllm", device, dtype, *ray, learns=learns, steps=steps)
-    plan = [[lora("true"), lora("false")]]
-    if not on_gpu:
-        plan += [[both("tiny", "at once")]]
-    for shape in ("0.6B", "4B") if on_gpu else ():
-        plan += [[both(shape, "at once")], [both(shape, "in turn", *IN_TURN)]]
-    long = "0.6B, rows of 65k" if on_gpu else "tiny"
-    plan += [[Planned(f"figures of the trainer, {long}", 45, partial(figures, "trainer", long, device))]]
+    def trained(shape: str, seconds: float) -> list[Planned]:
+        return [
+            Planned(f"figures of the trainer, {shape}", seconds, partial(figures, "trainer", shape, device))
+        ]
+
+    plan = [[lora("true"), lora("false"), both("0.6B" if on_gpu else "tiny", "at once", *more[1:])]]
     if on_gpu:
-        plan += [[Planned("figures of the trainer, 4B", 60, partial(figures, "trainer", "4B", device))]]
+        plan += [[both("0.6B", "in turn", *IN_TURN)]]
+        plan += [[both("4B", "at once")], [both("4B", "in turn", *IN_TURN)]]
+        plan += [trained("0.6B, rows of 65k", 45), trained("4B", 60)]
     with contextlib.suppress(PackageNotFoundError):
+        half = ("--set", "engine.gpus_per_worker=0.5") if on_gpu else ()
+        worker = partial(whole_run, "vllm", device, dtype, "--ray", *half, *more, learns=learns, steps=steps)
         plan += [[Planned(f"a Ray worker with vLLM, ray {version('ray')}", 100, worker)]]
     return plan
 
