@@ -16,7 +16,7 @@ sys.path.insert(0, str(PACK))
 
 import fatbins  # noqa: E402
 
-specification = importlib.util.spec_from_file_location("gpu_pack", PACK / "__main__.py")
+specification = importlib.util.spec_from_file_location("gpu_pack", PACK / "pack.py")
 gpu_pack = importlib.util.module_from_spec(specification)
 specification.loader.exec_module(gpu_pack)
 

@@ -354,7 +354,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     ways = {how: partial(decoded, how) for how in WAYS}
-    kinds = {"trainer": of_trainer, "alone": alone, "engine": of_engine, "local": of_local, **ways}
+    kinds: dict[str, Callable[..., Any]] = {
+        "trainer": of_trainer,
+        "alone": alone,
+        "engine": of_engine,
+        "local": of_local,
+        **ways,
+    }
     parser.add_argument("kind", choices=kinds)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))

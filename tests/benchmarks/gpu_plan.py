@@ -4,8 +4,8 @@
 
 A plan is made of checks of `gpu_check.py`, in the order of need; those of one group run beside each other.
 Each has a process of its own, which is ended after twice its seconds.  One that no longer fits is left out,
-and shorter ones follow.  The JSON file is written after each check, so a plan may be cut anywhere.  Further
-words choose the checks whose names contain one of them.  On a CPU (``--device cpu``), where checks run one
+and shorter ones follow.  The JSON file is written after each check, so a plan may be cut anywhere.  `--only`
+chooses the checks whose names contain one of some words.  On a CPU (``--device cpu``), where checks run one
 after the other and have six times as long, this tests the plans.  On a machine without a network `gpu_pack`
 comes first:
 
@@ -245,7 +245,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("plan", choices=("first", "second"))
-    parser.add_argument("only", nargs="*", help="run the checks whose names contain one of these words")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="run the checks whose names contain one of these words"
+    )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--seconds", type=float, default=480.0)
     parser.add_argument("--output", type=Path, default=Path("gpu_plan.json"))

@@ -1,6 +1,6 @@
 """Packs vLLM's build for CUDA, and what the plans of `gpu_plan.py` need, for a GPU machine without a network.
 
-    python tests/benchmarks/gpu_pack [--out build/gpu-pack] [--wheels build/gpu-pack-wheels] [--only NAME ...]
+    python tests/benchmarks/gpu_pack/pack.py [--out DIR] [--wheels DIR] [--only NAME ...]
 
 The machine has Linux on x86-64, Python 3.12, a Hopper GPU (sm_90), and what `machine.txt` lists.  OUT/1,
 OUT/2 and so on are folders of at most 48 MiB, in the order of need.  There, `install.py` unpacks them; here,
