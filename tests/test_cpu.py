@@ -1,4 +1,8 @@
-"""Settings for speed: none of them costs precision."""
+"""Settings for speed and memory: none of them costs precision."""
+
+import ctypes
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -54,6 +58,38 @@ def test_attention_of_cudnn_is_off() -> None:
     torch.backends.cuda.enable_cudnn_sdp(True)
     cpu.prepare(1)
     assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+PRODUCTS = """
+import ctypes
+import torch
+from grpo_core.processes import cpu
+
+class Info(ctypes.Structure):
+    _fields_ = [(str(place), ctypes.c_size_t) for place in range(10)]
+
+def live():
+    found = ask()
+    return (getattr(found, "4") + getattr(found, "7")) >> 20  # hblkhd, uordblks
+
+ask = ctypes.CDLL(None).mallinfo2
+ask.restype = Info
+cpu.prepare(1)
+weight = torch.rand(64, 256)
+for rows in range(1, 241):
+    torch.rand(rows, 256) @ weight.T
+    if rows == 120:
+        before = live()
+print(live() - before)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="malloc does not count its blocks")
+def test_products_of_ever_new_shapes_take_no_more_memory() -> None:
+    """oneDNN and torch would keep 1024 of them each, half a MiB for each shape here."""
+    done = subprocess.run([sys.executable, "-c", PRODUCTS], capture_output=True, text=True, check=True)
+    assert int(done.stdout) <= 2
 
 
 def test_the_number_of_threads_is_the_configured_one() -> None:

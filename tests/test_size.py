@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from size import code_lines, counted, sums
 
-LIMITS = {"core": 22_920, "built-in": 5_398, "all distributions": 53_894}
+LIMITS = {"core": 22_879, "built-in": 5_408, "all distributions": 53_867}
 
 
 @pytest.mark.parametrize("part", LIMITS)

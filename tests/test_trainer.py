@@ -50,7 +50,7 @@ from grpo_core.processes import cpu
 from grpo_core.processes.cores import thread_count
 from grpo_core.testing import FakeEngine, FakeEnvironment
 from grpo_core.training import microbatch
-from grpo_core.training.budget import token_budget
+from grpo_core.training.budget import fitting, token_budget
 from grpo_core.training.logprobs import KEEP_BYTES
 from grpo_core.training.model import FullModel, ModelSource, compute_dtype
 from grpo_core.training.process import ProcessTrainer
@@ -1014,11 +1014,28 @@ def test_a_schedule_that_cannot_work_is_an_error_before_anything_starts(
 
 def test_on_a_cpu_a_microbatch_is_small_enough_for_the_head_to_keep_its_probabilities() -> None:
     config, cpu = TrainerConfig(), torch.device("cpu")
-    assert token_budget(config, 100, cpu) == config.tokens_per_microbatch
+    assert token_budget(config, 100, cpu) == 8192
     assert 1024 <= token_budget(config, 32_000, cpu) <= KEEP_BYTES / (4 * 32_000)
     assert token_budget(config, 150_000, cpu) == 1024
     assert token_budget(TrainerConfig(tokens_per_microbatch=64), 150_000, cpu) == 64
-    assert token_budget(config, 32_000, torch.device("cuda")) == config.tokens_per_microbatch
+    assert token_budget(config, 32_000, torch.device("cuda")) == 8192
+    assert token_budget(TrainerConfig(tokens_per_microbatch=64), 150_000, torch.device("cuda")) == 64
+
+
+@pytest.mark.parametrize(
+    ("free", "expected"),
+    [
+        (0, 8192),  # what was chosen before has fitted
+        (5 << 30, 8192),
+        (16 << 30, 16_384),  # a GiB for 2,048 tokens, and half of the memory
+        (31 << 30, 24_576),
+        (139 << 30, 65_536),
+    ],
+)
+def test_a_gpu_with_free_memory_gets_larger_microbatches(free: int, expected: int) -> None:
+    assert fitting(tokens=8192, nbytes=4 << 30, free=free) == expected
+    assert fitting(tokens=8192, nbytes=0, free=1) == 8192
+    assert fitting(tokens=0, nbytes=0, free=free) == 8192
 
 
 def test_a_colocated_trainer_uses_half_of_the_cores() -> None:

@@ -433,9 +433,9 @@ class TrainerConfig(PluginChoice):
     reference_mix: float = field(default=1.0, validator=[gt(0), le(1)], metadata=only_with("reference_every"))
     """Share of the trained weights in an updated reference model: 1 copies them, less makes an exponential
     moving average."""
-    tokens_per_microbatch: int = field(default=8192, validator=ge(1))
-    """Largest number of tokens in a micro-batch, padding included; a longer row is a micro-batch by itself. A
-    value other than the default is refused if a completion alone may be longer."""
+    tokens_per_microbatch: int = field(default=0, validator=ge(0))
+    """Largest number of tokens in a micro-batch, padding included; a longer row is a micro-batch by itself. 0
+    is 8,192, and on a GPU up to 65,536 after a step has shown how many fit half of its free memory."""
     packing: Literal[False, True, "auto"] = "auto"
     """Pack the rows of a micro-batch into one sequence without padding: each row attends only to itself, and
     a prompt that several rows share is computed once. If false, rows of about the same length are padded.

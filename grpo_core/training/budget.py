@@ -7,6 +7,9 @@ import torch
 from grpo_core.config import TrainerConfig
 from grpo_core.training.logprobs import KEEP_BYTES
 
+FIRST, MOST = 8192, 65_536
+"""Tokens of a micro-batch that is chosen, before a GPU's memory has been measured and at most."""
+
 
 def token_budget(config: TrainerConfig, vocabulary: int, device: torch.device) -> int:
     """Return the largest number of tokens of a micro-batch, padding included.
@@ -15,10 +18,25 @@ def token_budget(config: TrainerConfig, vocabulary: int, device: torch.device) -
     vocabulary of 65,536 (a fifth of the work), in half of ``KEEP_BYTES`` if it can, so that activations stay
     small; products of fewer than 1024 tokens would be inefficient.
     """
+    chosen = config.tokens_per_microbatch or FIRST
     if device.type != "cpu":
-        return config.tokens_per_microbatch
+        return chosen
     kept = KEEP_BYTES // 2 // (torch.float32.itemsize * vocabulary)
-    return min(config.tokens_per_microbatch, max(1024, kept))
+    return min(chosen, max(1024, kept))
+
+
+def fitting(*, tokens: int, nbytes: int, free: int) -> int:
+    """Return the tokens of a micro-batch for which half of a GPU's free memory is enough.
+
+    The other half is for rows of other lengths, and for an engine that grows on the same GPU.
+
+    Args:
+        tokens: of the largest micro-batch of a step.
+        nbytes: that the step took at its peak, in addition to what it kept.
+        free: bytes between steps.
+    """
+    fits = free * tokens // (2 * max(nbytes, 1))
+    return max(FIRST, min(MOST, fits - fits % FIRST))
 
 
 def overhead(parameters: int, device: torch.device) -> int:

@@ -34,7 +34,7 @@ from grpo_core.plugins.transports import find_transport
 from grpo_core.processes import cpu
 from grpo_core.processes.cores import thread_count
 from grpo_core.training.batching import microbatches, of_several_rows, packs
-from grpo_core.training.budget import overhead, token_budget
+from grpo_core.training.budget import fitting, overhead, token_budget
 from grpo_core.training.building import trained_section
 from grpo_core.training.digest import Digests
 from grpo_core.training.loss_output import checked
@@ -258,22 +258,30 @@ class TorchTrainer:
             digest = self._digests.taken() if self._config.fingerprints else None
         seconds = time.perf_counter() - begun
         used = sum(share.facts[index].length for indices in divided for index in indices)
-        padded = sum(self._ranks.gathered(sum(micro.n_tokens for update in updates for micro in update)))
+        sizes = [micro.n_tokens for update in updates for micro in update]
+        padded = sum(self._ranks.gathered(sum(sizes)))
         metrics |= {
             "time/train": seconds,
             "tokens/trained": float(used),
             "tokens/padding": (padded - used) / padded if padded else 0.0,
-            **self._gpu_memory(),
+            **self._gpu_memory(max(sizes, default=0)),
         }
         return StepResult(version=self.version, metrics=metrics, digest=digest, parts=taken_parts())
 
-    def _gpu_memory(self) -> dict[str, float]:
-        """Return the peak of allocated memory on this rank's GPU since the last call."""
+    def _gpu_memory(self, tokens: int) -> dict[str, float]:
+        """Return the peak of allocated memory on this rank's GPU since the last call.
+
+        ``tokens``, of the largest micro-batch, and this peak tell how large later ones may be.
+        """
         if self.device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return {}
-        peak = torch.cuda.max_memory_allocated(self.device) / 2**20
+        peak = torch.cuda.max_memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        return {"memory_gpu/trainer": peak}
+        if not self._config.tokens_per_microbatch:
+            held = torch.cuda.memory_allocated(self.device)
+            free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device) - held
+            self._budget = max(self._budget, fitting(tokens=tokens, nbytes=peak - held, free=free))
+        return {"memory_gpu/trainer": peak / 2**20}
 
     def _microbatches(self, share: Share, indices: Sequence[int]) -> list[MicroBatch]:
         """Divide this rank's rows of an update; a loss that needs "sequences" gets a rollout's rows together.

@@ -45,7 +45,7 @@ from typing import Any
 
 import torch
 from attrs import asdict, evolve, frozen
-from gpu_figures import GIB, SHAPES
+from gpu_figures import GIB, SHAPES, WAYS
 from gpu_figures import make as make_random
 
 from grpo_core import __version__
@@ -94,8 +94,22 @@ PAPER: dict[str, dict[str, tuple[float, str]]] = {
     "trainer 0.6B": {
         "tokens/s": (40_000, ""), "MFU": (0.26, "prime-rl: 0.268, one H100"), "peak GiB": (31, ""),
     },
+    "trainer 0.6B, rows of 16k": {
+        "tokens/s": (22_000, "prime-rl: 11,900, one H100"), "MFU": (0.2, "prime-rl: 0.111"),
+        "peak GiB": (60, "prime-rl: 12.5"),
+    },
+    "trainer 0.6B, rows of 65k": {
+        "tokens/s": (8_500, ""), "MFU": (0.22, "prime-rl: 0.268, one H100"), "peak GiB": (40, ""),
+    },
     "trainer 4B": {
         "tokens/s": (10_000, ""), "MFU": (0.31, "prime-rl: 0.361, 8 H200"), "peak GiB": (69, ""),
+    },
+    "local 0.6B": {
+        "ms a token": (20, "45 with cuDNN's attention"), "MiB on the host that a round adds": (2, ""),
+    },
+    **{
+        f"{how} 0.6B": {"logprobs differ by, mean": (0.03, ""), "logprobs differ by, most": (0.2, "")}
+        for how in WAYS
     },
     "engine 0.6B": {
         "tokens/s": (14_000, ""), "share of vLLM alone": (0.95, ""), "shm: s to publish": (0.75, ""),
@@ -439,9 +453,12 @@ def whole_run(
             if event["event"] == "Validated"
         )
         metrics = list(map(json.loads, Path(directory, "run", "metrics.jsonl").read_text().splitlines()))
-    tokens, trainers = (max(line.get(key, 0) for line in metrics) for key in (TRAINED, TRAINERS))
+    tokens, trainers, differs, unproved = (
+        max(line.get(key, 0) for line in metrics) for key in (TRAINED, TRAINERS, *CANARY)
+    )
     seen = f"accuracy {first:.1%} -> {last:.1%}; verify ended with {holds.returncode}"
     seen += f"; {tokens:.0f} tokens trained in a step at most"
+    seen += f"; canary: largest difference {differs:.3g}, {unproved:.0f} syncs in a row without proof at most"
     if device == "cuda":
         seen += f"; trainer allocates {trainers / 1024:.1f} GiB at most, all processes hold {most[0]:.1f}"
     return expected, seen, last >= first + learns and holds.returncode == 0
@@ -503,6 +520,7 @@ def leaving_nobody(check: Check, before: set[str]) -> tuple[str, str, bool]:
 DTYPES = ("float32", "bfloat16")
 LORA = ("--set", "model.lora.rank=8", "--set", "trainer.lr=0.001")
 TRAINED, TRAINERS = "tokens/trained", "memory_gpu/trainer"
+CANARY = "canary/difference_max", "canary/unproved"
 """Metrics of a step."""
 ONE_CARD = {
     "tiny": (),

@@ -1,6 +1,9 @@
 """Figures of random models with the shapes of Qwen3, for `gpu_check.py`: each kind in a process of its own.
 
-    python tests/benchmarks/gpu_figures.py trainer|engine|alone --shape 0.6B|4B|tiny --device cuda|cpu
+    python tests/benchmarks/gpu_figures.py KIND --shape 0.6B|4B|tiny --device cuda|cpu
+
+A KIND is `trainer`; `engine`, and vLLM `alone` for the same requests; `local`; or how vLLM itself computes:
+`eager`, with `graphs`, or `compiled`.
 
 The last line of the output is a JSON object of figures by name.  Nothing is downloaded.
 """
@@ -11,11 +14,14 @@ import argparse
 import asyncio
 import gc
 import json
+import os
 import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,6 +46,13 @@ H100 = 989e12
 STEPS = 3
 REPEATED = 3
 """Times that requests are decoded; the fastest counts, since other work on a machine slows one down."""
+ROUNDS = 12
+WAYS: dict[str, dict[str, Any]] = {
+    "eager": {"enforce_eager": True},
+    "graphs": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
+    "compiled": {},
+}
+"""How vLLM computes a step of decoding."""
 GIB = 1 << 30
 
 
@@ -90,6 +103,13 @@ SHAPES = {
         rows=4, tokens=128, requests=8, context=64, options={},
     ),
     "0.6B": Shape(layers=28, width=1024, inner=3072, heads=16, options={}),
+    "0.6B, rows of 16k": Shape(
+        layers=28, width=1024, inner=3072, heads=16, rows=4, tokens=16_384, options={},
+    ),
+    "0.6B, rows of 65k": Shape(
+        layers=28, width=1024, inner=3072, heads=16, rows=2, tokens=65_536,
+        options={"activations": "recompute"},
+    ),
     "4B": Shape(
         layers=36, width=2560, inner=9728, heads=32,
         options={"activations": "recompute", "weights": "bfloat16"},
@@ -250,6 +270,63 @@ def differences(
     return torch.cat(found)
 
 
+def mib_of(pid: int) -> float:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+async def of_local(shape: Shape, device: str, model: Path) -> dict[str, float]:
+    """Let `local` decode other lengths in each round, with new weights, and watch the host's memory."""
+    module = load(model, device=torch.device(device), dtype=torch.bfloat16)
+    tensors, writer = list(checkpoint_tensors(module).items()), SharedMemoryWriter(pinned=device == "cuda")
+    setup = EngineSetup(model=str(model), log_directory=str(model.parent), deadline=900.0)
+    engine = LocalEngine(setup, device=device, dtype="bfloat16", max_rows=64)
+    resident, seconds = [], []
+    for version in range(ROUNDS):
+        await engine.update_weights(writer.write(version, tensors))
+        asked = [evolve(each, max_tokens=32 + version) for each in requests(shape)[:64]]
+        began = time.perf_counter()
+        await engine.generate(asked)
+        seconds.append((time.perf_counter() - began) / (32 + version))
+        resident.append(mib_of(engine.pid))
+    await engine.aclose()
+    grown = (resident[-1] - resident[ROUNDS // 3]) / (ROUNDS - 1 - ROUNDS // 3)
+    return {"ms a token": 1e3 * min(seconds), "MiB on the host that a round adds": grown}
+
+
+def decoded(how: str, shape: Shape, device: str, model: Path) -> dict[str, float]:
+    """Let vLLM decode in this process, and compare its logprobs with transformers'."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+
+    module = load(model, device=torch.device(device), dtype=torch.bfloat16)
+    asked, began = requests(shape), time.perf_counter()
+    llm = LLM(
+        str(model), dtype="bfloat16", max_model_len=2 * shape.context, max_num_seqs=shape.requests, seed=0,
+        logprobs_mode="processed_logprobs", hf_overrides={"head_dtype": "float32"}, generation_config="vllm",
+        kv_cache_memory_bytes=(16 << 30) if device == "cuda" else (64 << 20), **WAYS[how],
+    )  # fmt: skip
+    found = {"s to start": time.perf_counter() - began}
+    prompts = [{"prompt_token_ids": each.prompt_ids.tolist()} for each in asked]
+    outputs: list[Any] = []
+    for tokens in (4, shape.context // 8, shape.context // 8):  # the first ones compile kernels
+        chosen = SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False)
+        began = time.perf_counter()
+        outputs = [each.outputs[0] for each in llm.generate(prompts, chosen, use_tqdm=False)]
+        found["tokens/s"] = sum(len(each.token_ids) for each in outputs) / (time.perf_counter() - began)
+    completions = [
+        SimpleNamespace(
+            token_ids=list(each.token_ids),
+            logprobs=[of[token].logprob for of, token in zip(each.logprobs, each.token_ids, strict=True)],
+        )
+        for each in outputs[:16]
+    ]
+    difference = differences(module, asked[:16], completions)
+    found["logprobs differ by, mean"] = float(difference.mean())
+    found["logprobs differ by, most"] = float(difference.max())
+    return found
+
+
 def alone(shape: Shape, device: str, model: Path) -> dict[str, float]:
     """Ask vLLM itself for the same: prompts are in the cache, and tokens are drawn without seeds."""
     from vllm import LLM, SamplingParams
@@ -276,17 +353,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("kind", choices=("trainer", "engine", "alone"))
+    ways = {how: partial(decoded, how) for how in WAYS}
+    kinds: dict[str, Callable[..., Any]] = {
+        "trainer": of_trainer,
+        "alone": alone,
+        "engine": of_engine,
+        "local": of_local,
+        **ways,
+    }
+    parser.add_argument("kind", choices=kinds)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     options = parser.parse_args()
     shape = SHAPES[options.shape]
     with tempfile.TemporaryDirectory() as directory:
         model = make(shape, Path(directory) / "m")
-        if options.kind == "engine":
-            found = asyncio.run(of_engine(shape, options.device, model))
-        else:
-            found = {"trainer": of_trainer, "alone": alone}[options.kind](shape, options.device, model)
+        found = kinds[options.kind](shape, options.device, model)
+        if asyncio.iscoroutine(found):
+            found = asyncio.run(found)
     print(json.dumps(found))
 
 
