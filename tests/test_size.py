@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from size import code_lines, counted, sums
 
-LIMITS = {"core": 22_920, "built-in": 5_398, "all distributions": 53_894}
+LIMITS = {"core": 22_857, "built-in": 5_398, "all distributions": 53_831}
 
 
 @pytest.mark.parametrize("part", LIMITS)
