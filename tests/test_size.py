@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from size import code_lines, counted, sums
 
-LIMITS = {"core": 22_879, "built-in": 5_408, "all distributions": 53_867}
+LIMITS = {"core": 22_816, "built-in": 5_408, "all distributions": 53_804}
 
 
 @pytest.mark.parametrize("part", LIMITS)

@@ -21,7 +21,7 @@ from grpo_core.app.launch import Launch, changed_schedule, check_held, identity
 from grpo_core.app.make import interval_of
 from grpo_core.app.model_sources import ModelRequest, StartModel, fetched, with_max_tokens
 from grpo_core.app.parts import SYNC_ATTEMPTS, SYNC_GRACE, check_lengths, check_loaders, with_steps
-from grpo_core.app.preflight import first_look
+from grpo_core.app.preflight import preflight_async
 from grpo_core.app.prompts import RunPrompts, has_tokenizer, judge_one_reply
 from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.app.tasks import Tasks
@@ -295,7 +295,7 @@ async def build_pipeline(run: Launch) -> Pipeline:
             config.rollout.max_prompt_tokens, tasks.environments, renderer, tasks.loaders
         )
         run.warnings += messages.items()
-        run.warnings += await first_look(
+        run.warnings += await preflight_async(
             parts,
             renderer=renderer,
             held_out=kept.held_out,
@@ -463,7 +463,7 @@ async def _start_model(run: Launch, found: RunPrompts) -> StartModel:
         )
     )
     if start.prepare is None:  # it may have just been downloaded
-        run.warnings += await first_look(run.parts, model=Path(start.path))
+        run.warnings += await preflight_async(run.parts, model=Path(start.path))
     return start
 
 

@@ -29,7 +29,7 @@ def preflight(parts: Parts, **there: Any) -> list[tuple[str, str]]:
     return found
 
 
-async def first_look(parts: Parts, **there: Any) -> list[tuple[str, str]]:
+async def preflight_async(parts: Parts, **there: Any) -> list[tuple[str, str]]:
     """Do the same off the event loop; checks may be async."""
     found: list[tuple[str, str]] = []
     for selected, check in _checks(parts, there):

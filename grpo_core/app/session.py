@@ -18,7 +18,7 @@ from grpo_core.app import provenance
 from grpo_core.app.launch import RUNS, configure_target, new_directory, unused
 from grpo_core.app.model_sources import EvalTarget, ModelRequest, StartModel, find_target, with_max_tokens
 from grpo_core.app.parts import Parts, sampling_params
-from grpo_core.app.preflight import first_look, preflight
+from grpo_core.app.preflight import preflight, preflight_async
 from grpo_core.app.prompts import RunPrompts
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, ValidationConfig, as_toml
@@ -185,7 +185,7 @@ async def _start_engine(
 
     config, engines = parts.config, parts.engines
     ((key, section),) = engines.items()
-    for _, odd in await first_look(parts, model=path):
+    for _, odd in await preflight_async(parts, model=path):
         status(f"warning: {odd}")
     devices = await asyncio.to_thread(parts.placement.devices, None, engines)
     setup = parts.engine_setup(section, str(path), logs=None, colocated=False)
@@ -314,7 +314,7 @@ class Measurement:
             renderer, found = session.renderer, RunPrompts(held_out=held_out)
             if isinstance(renderer, Renderer):  # a model's renderer
                 found, messages = await found.short_enough(config.rollout.max_prompt_tokens, {}, renderer)
-                odd = await first_look(parts, renderer=renderer, held_out=found.held_out)
+                odd = await preflight_async(parts, renderer=renderer, held_out=found.held_out)
                 for _, message in [*messages.items(), *odd]:
                     status(message)
             for part in found.held_out:

@@ -97,6 +97,8 @@ class Incident:
 
 
 Receive = Callable[[Incident], None]
+Cause = tuple[str, str]
+"""Kind and component."""
 
 
 def _to_log(incident: Incident) -> None:
@@ -130,14 +132,29 @@ def reported_as(component: str) -> Iterator[None]:
         yield
 
 
-@define
-class _Repeated:
-    """The incidents of one kind and component since the last event about them."""
+@define(eq=False)
+class Repeats:
+    """Merges incidents of a cause: the first is due at once, later ones together after ``every`` seconds."""
 
-    reported: float
-    """Time of that event."""
-    last: Incident
-    count: int = 0
+    every: float
+    said: dict[Cause, float] = field(init=False, factory=dict)
+    """Time of the last report of each cause."""
+    _since: Counter[Cause] = field(init=False, factory=Counter)
+    """Number of incidents since then."""
+
+    def due(self, cause: Cause, count: int, now: float) -> int:
+        """Return the number of incidents that a report of this one stands for; 0: it is not due yet."""
+        self._since[cause] += count
+        if cause in self.said and now - self.said[cause] < self.every:
+            return 0
+        self.said[cause] = now
+        return self._since.pop(cause)
+
+    def rest(self, now: float) -> Iterator[tuple[Cause, int]]:
+        """Yield each cause with incidents that were not reported, and their number."""
+        for cause in list(self._since):
+            self.said[cause] = now
+            yield cause, self._since.pop(cause)
 
 
 @define(eq=False)
@@ -154,49 +171,37 @@ class IncidentCounts:
     """Returns the time in seconds."""
     _counts: Counter[str] = field(init=False, factory=Counter)
     """Number of incidents by kind since the last ``read``."""
-    _repeated: dict[tuple[str, str], _Repeated] = field(init=False, factory=dict)
+    _last: dict[Cause, Incident] = field(init=False, factory=dict)
+    _repeats: Repeats = field(init=False, factory=lambda: Repeats(EVERY))
 
     def receive(self, incident: Incident) -> None:
         """Count an incident, and report it now or later."""
+        cause = incident.kind, incident.component
         self._counts[incident.kind] += 1
-        now, key = self.clock(), (incident.kind, incident.component)
-        if (repeated := self._repeated.get(key)) is None:
-            self._repeated[key] = _Repeated(now, incident)
-            self.tell(incident, 1)
-            return
-        repeated.last = incident
-        repeated.count += 1
-        if now - repeated.reported >= EVERY:
-            self._tell(repeated, now)
+        self._last[cause] = incident
+        if count := self._repeats.due(cause, 1, self.clock()):
+            self.tell(incident, count)
 
     def flush(self) -> None:
         """Print all incidents that were not printed yet."""
-        now = self.clock()
-        for repeated in self._repeated.values():
-            if repeated.count:
-                self._tell(repeated, now)
+        for cause, count in self._repeats.rest(self.clock()):
+            self.tell(self._last[cause], count)
 
     def read(self) -> dict[str, float]:
         """Return the numbers of incidents since the last call, by ``incidents/KIND``; ends a step."""
         self.flush()
-        self._repeated.clear()
+        self._repeats = Repeats(EVERY)
+        self._last.clear()
         counts = {f"incidents/{kind}": float(count) for kind, count in sorted(self._counts.items())}
         self._counts.clear()
         return counts
-
-    def _tell(self, repeated: _Repeated, now: float) -> None:
-        count, repeated.count, repeated.reported = repeated.count, 0, now
-        self.tell(repeated.last, count)
 
 
 @define(eq=False)
 class Lines:
     """Lines for people: the first incident of a kind and component at once, others at most once a minute."""
 
-    _said: dict[tuple[str, str], float] = field(init=False, factory=dict)
-    """Time of the last line."""
-    _since: Counter[tuple[str, str]] = field(init=False, factory=Counter)
-    """Number of incidents since then."""
+    _repeats: Repeats = field(init=False, factory=lambda: Repeats(LINE_EVERY))
 
     def line(self, kind: str, component: str, message: str, *, count: int, now: float) -> str:
         """Return the line to show now, or an empty string.
@@ -205,13 +210,10 @@ class Lines:
             message: of the last of ``count`` incidents of this kind and component.
             now: seconds on any clock.
         """
-        key = kind, component
-        self._since[key] += count
-        said = self._said.get(key)
-        if said is not None and now - said < LINE_EVERY:
+        again = (kind, component) in self._repeats.said
+        if not (since := self._repeats.due((kind, component), count, now)):
             return ""
-        since, self._said[key] = self._since.pop(key), now
-        more = "" if said is None else f" ({since} more times)"
+        more = f" ({since} more times)" if again else ""
         return f"{component}: {shortened(' '.join(message.split()), LINE)}{more}"
 
 

@@ -28,7 +28,6 @@ from grpo_core.reporting import stored
 from grpo_core.reporting.stored import as_json
 from grpo_core.storage.disk import Disk
 from grpo_core.storage.run_directory import (
-    CONFIG,
     PARTIAL,
     ROLLOUTS,
     VALIDATION,
@@ -66,7 +65,7 @@ class FilesTracker(Tracker):
             (run.directory / folder).mkdir(exist_ok=True)
         self._events = _appending(run.directory / "events.jsonl")
         cut = -1 if run.resumed_from is None else run.resumed_from
-        self._record("Opened", step=cut, config=self._config(), version=__version__)
+        self._record("Opened", step=cut, version=__version__)
         RunDirectory(run.directory).forget_after(cut, cut if run.measured is None else run.measured)
         self._metrics = _appending(run.directory / "metrics.jsonl")
         self._timeline = _appending(run.directory / "timeline.jsonl")
@@ -88,8 +87,6 @@ class FilesTracker(Tracker):
             case events.ValidationPlayed():
                 self._write_rollouts(VALIDATION, event.version, event.groups)
                 return
-            case events.RunStarted():  # the start has completed the configuration
-                more = {"config_file": self._config()}
             case events.Saved():
                 more = {"manifest": manifest_digest(Path(event.directory))}
             case _:
@@ -120,19 +117,17 @@ class FilesTracker(Tracker):
         name = f"{folder}/step-{step:06d}"
         texts = stored.texts(groups)
         removed = self._superfluous(folder, step) if self._keep else []
-        self._write(
-            step,
-            f"{name}.jsonl{'.gz' if self._compress else ''}",
-            stored.packed(texts) if self._compress else texts,
-            removed,
-        )
+        if self._compress:
+            self._write(step, f"{name}.jsonl.gz", stored.packed(texts))
+        else:
+            self._write(step, f"{name}.jsonl", texts)
         if self._tokens:
             with contextlib.suppress(DataPlaneError):  # this ends the run, and the events of the end follow
                 self._write(step, f"{name}{stored.TOKENS}", stored.tokens(groups))
         for old in removed:
             (self._directory / old).unlink(missing_ok=True)
 
-    def _write(self, step: int, name: str, data: bytes, removed: Sequence[str] = ()) -> None:
+    def _write(self, step: int, name: str, data: bytes) -> None:
         """Write a file under a temporary name, record its digest, and rename it.
 
         A process that is killed in between leaves the temporary file and its digest.
@@ -141,7 +136,7 @@ class FilesTracker(Tracker):
         partial = path.with_name(path.name + PARTIAL)
         with _named(partial):
             partial.write_bytes(data)
-        self._record("Recorded", step=step, file=name, digest=digest(data), removed=removed)
+        self._record("Recorded", step=step, file=name, digest=hashlib.sha256(data).hexdigest())
         partial.replace(path)
         self._unsynced.append(path)
 
@@ -152,11 +147,6 @@ class FilesTracker(Tracker):
         kept = sorted({step for step in steps.values() if step is not None} | {new})[-self._keep :]
         old = [(step, name) for name, step in steps.items() if step is not None and step < kept[0]]
         return [f"{folder}/{name}" for _, name in sorted(old)]
-
-    def _config(self) -> str:
-        """Return the digest of the configuration's file."""
-        path = self._directory / CONFIG
-        return digest(path.read_bytes()) if path.is_file() else ""
 
     def _record(self, name: str, **values: Any) -> None:
         """Write a line of events.jsonl about the files themselves."""
@@ -181,11 +171,6 @@ def _named(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def digest(data: bytes) -> str:
-    """Return the digest of a file's contents that events.jsonl records."""
-    return hashlib.sha256(data).hexdigest()
 
 
 def timeline_lines(event: events.TimelineExtended) -> Iterator[str]:
