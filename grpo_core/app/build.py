@@ -280,7 +280,11 @@ async def build_pipeline(run: Launch) -> Pipeline:
     await parts.data_plane.started()
     check_reader(parts.data_plane, config.data_plane.name)
     model = await _start_model(run, found)
-    teacher = config.teacher.path and await fetched(config.teacher.path, run.trackers.status)
+    scoring = {
+        name: await fetched(score.model, run.trackers.status)
+        for name, score in parts.scores.items()
+        if score.model
+    }
     if config.rollout.max_tokens == 0:
         parts.config = config = with_max_tokens(config, model.max_tokens)
         run.directory.complete_config(config)
@@ -302,7 +306,7 @@ async def build_pipeline(run: Launch) -> Pipeline:
         renderer, found = await load_renderer()
     sizes = {name: tasks.size(name, part) for name, part in found.prompts.items()}
     parts.config = config = with_steps(config, sizes)
-    trainer = _trainer(run, model, teacher, devices)
+    trainer = _trainer(run, model, scoring, devices)
     engines: dict[str, Any] = {}
     for key, section in parts.engines.items():
         trains = key == "engine"
@@ -464,11 +468,11 @@ async def _start_model(run: Launch, found: RunPrompts) -> StartModel:
     return start
 
 
-def _trainer(run: Launch, model: StartModel, teacher: str, devices: Devices) -> Trainer:
+def _trainer(run: Launch, model: StartModel, scoring: Mapping[str, str], devices: Devices) -> Trainer:
     """Make the trainer, which makes the model if necessary."""
     run.trackers.status(model.doing)
     setup = evolve(
-        run.parts.trainer_setup(model.path, teacher),
+        run.parts.trainer_setup(model.path, scoring),
         prepare=model.prepare,
         resume_from=str(run.found.directory) if run.found else None,
         transport=run.parts.transport(),

@@ -37,7 +37,7 @@ The trainer ``torch`` with more (see ``grpo_plugin_scale``):
 A trainer of another library (see ``examples/custom_trainer.py``):
 
     SharedMemoryWriter          publishes weights for the engines of this machine
-    needs_of                    returns what a loss needs with its options, such as "reference"
+    needs_of                    returns what a loss needs with its options, such as "scores.reference"
     rate                        returns the learning rate of a step
 
 A pool of engines (see ``grpo_plugin_scale``):
@@ -139,7 +139,8 @@ A command that computes steps of a run again, or reads settings:
 A command that estimates a run before it starts (see ``grpo_plugin_doctor``):
 
     make, launch, Parts         make the parts of a configuration, and check its model
-    gpus, engine_dtype, find_transport, teacher_model    what a run will start on this machine
+    gpus, engine_dtype, find_transport    what a run will start on this machine
+    scoring_model, kept_weights    the models, and the copies of weights, that score
     files, ModelFiles           find and read the files of a model
     Scorer, MicroBatch, Passes, for_training, packing    compute what training computes
     token_budget, extra_bytes_on_gpu, state_bytes    compute its memory
@@ -164,8 +165,8 @@ if TYPE_CHECKING:
     from grpo_core.app.model_sources import ModelRequest as ModelRequest
     from grpo_core.app.model_sources import StartModel as StartModel
     from grpo_core.app.model_sources import find_target as find_target
+    from grpo_core.app.model_sources import scoring_model as scoring_model
     from grpo_core.app.model_sources import started_from as started_from
-    from grpo_core.app.model_sources import teacher_model as teacher_model
     from grpo_core.app.model_sources import watched as watched
     from grpo_core.app.parts import Parts as Parts
     from grpo_core.app.parts import engine_dtype as engine_dtype
@@ -192,6 +193,7 @@ if TYPE_CHECKING:
     from grpo_core.config import read_toml as read_toml
     from grpo_core.config import structured as structured
     from grpo_core.config.idle import only_with as only_with
+    from grpo_core.config.run import kept_weights as kept_weights
     from grpo_core.config.run import options_of as options_of
     from grpo_core.contracts.completions import check_request as check_request
     from grpo_core.contracts.errors import shortened as shortened
@@ -201,6 +203,7 @@ if TYPE_CHECKING:
     from grpo_core.contracts.incidents import report as report
     from grpo_core.contracts.incidents import reported_as as reported_as
     from grpo_core.contracts.incidents import reported_to as reported_to
+    from grpo_core.contracts.loss import SCORE as SCORE
     from grpo_core.contracts.loss import needs_of as needs_of
     from grpo_core.contracts.playing import EnvironmentClient as EnvironmentClient
     from grpo_core.contracts.playing import derive_seed as derive_seed

@@ -36,6 +36,7 @@ from attrs import define, evolve, field, frozen
 
 from grpo_core.contracts import events
 from grpo_core.contracts.errors import (
+    ConfigError,
     DataPlaneError,
     DeadlineExceeded,
     GrpoError,
@@ -73,6 +74,7 @@ from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.canary import Canaries
 from grpo_core.loop.dynamic import DynamicSampling, Rejection
 from grpo_core.loop.endings import Failure, TimeLimit
+from grpo_core.loop.hints import Hints
 from grpo_core.loop.metrics import Meter, left_out, task_metrics, times
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
 from grpo_core.loop.rows import check_staleness, make_batch, sampled_versions, shaped_rewards, with_advantages
@@ -190,6 +192,10 @@ class Learning:
     """Shapes the rewards that the advantages compare; None compares the environment's."""
     dynamic: DynamicSampling | None = None
     """Filters groups without a learning signal; None trains all groups."""
+    hints: Hints | None = None
+    """Renders the hints that the loss learns from; None if it learns from none."""
+    needs_hints: bool = False
+    """Whether a run in which no environment hints ends after its first step."""
 
     def with_advantages(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups of a step with their advantages."""
@@ -198,7 +204,8 @@ class Learning:
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """Return metrics of a step's rewards and of the groups filtered since the last one."""
         shaped = shaped_rewards(self.shaping(groups)) if self.shaping is not None else {}
-        return {**shaped, **(self.dynamic.read() if self.dynamic is not None else {})}
+        hinted = self.hints.read() if self.hints is not None else {}
+        return {**shaped, **hinted, **(self.dynamic.read() if self.dynamic is not None else {})}
 
 
 @define(kw_only=True, eq=False)
@@ -250,6 +257,8 @@ class Pipeline:
     canaries: Canaries = field(init=False)
     """The canaries, with the newest version that is proved."""
     _changes: Changes = field(init=False, factory=Changes)
+    _hinted: bool = field(init=False, default=False)
+    """Whether an environment has given a hint."""
     _published: Weights | None = field(init=False, default=None)
     _training: asyncio.Task[None] | None = field(init=False, default=None)
     _writing: asyncio.Task[None] | None = field(init=False, default=None)
@@ -466,6 +475,10 @@ class Pipeline:
                 target_version=slot.target_version,
                 slot=slot.id,
             )
+            if any(rollout.hint is not None for rollout in finished):
+                self._heard_hint()
+            if self.learning.hints is not None:
+                group = await self.learning.hints.added(group, self.playing.renderer)
             rejected = None if self.learning.dynamic is None else self.learning.dynamic.rejects(group)
             if rejected is None:
                 self.canaries.finished(group)
@@ -478,6 +491,16 @@ class Pipeline:
         )  # compared: all or none
         self._fail(slot, prompt, kept, next(rollout for rollout in rollouts if rollout.error is not None))
         self._changes.notify()
+
+    def _heard_hint(self) -> None:
+        """Note that an environment gave a hint; say once that the loss learns from none."""
+        if not self._hinted and self.learning.hints is None:
+            said = (
+                "environments give hints, and the loss learns from none: choose a loss that does, such as "
+                'loss.name = "self_distillation", or leave them out'
+            )
+            self.emit(events.WarningRaised(step=self._trained, cause="hints", message=said))
+        self._hinted = True
 
     async def _confirmed(self, rollouts: Sequence[Rollout]) -> None:
         """Wait until the canary agrees with all weights that sampled these rollouts.
@@ -579,6 +602,14 @@ class Pipeline:
             finally:  # the step is done, even if its weights are not published
                 metrics = self._account(groups, batch, result, parts, waited)
         self._check_health(metrics, groups)
+        self._hinted |= any(rollout.hint is not None for group in groups for rollout in group.rollouts)
+        if self.learning.needs_hints and not self._hinted:
+            tasks = ", ".join(sorted({group.prompt.environment for group in groups}))
+            raise ConfigError(
+                f"the loss learns from hints, and no rollout of step {self._trained} had one: the "
+                f"environments of {tasks} set neither Prompt.hint nor Feedback.hint; choose another loss, or "
+                "give hints"
+            )
         if self._save_is_due():
             await self._synced()
             if not self._leaving:

@@ -43,7 +43,7 @@ LARGEST = 100_000
 OF_ROLLOUT = {
     each.name: "reply_answer" if each.name == "answer" else each.name  # "answer" is the prompt's answer
     for each in fields(Rollout)
-    if each.name not in ("segments", "token_advantages", "fault")
+    if each.name not in ("segments", "token_advantages", "fault", "tools")
 }
 """Fields of a rollout that a line of texts has, with their names there: the arrays have the others, and
 ``error`` says what the fault does."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attrs import evolve
+
 from grpo_core import LossInputs, needs
+from grpo_core.losses import hints_chosen_by
 from grpo_plugin_algorithms.corrections import Correction, TokenTruncate
+from grpo_plugin_algorithms.hints import Environment, RightRollout, Teach, chosen_hints
 from grpo_plugin_algorithms.kl import Kl
-from grpo_plugin_algorithms.ranges import CLIP, POSITIVE, RATIO_CAP, SHARE
+from grpo_plugin_algorithms.ranges import CLIP, FACTOR, POSITIVE, RATIO_CAP, SHARE
 from grpo_plugin_algorithms.ratios import Sequence, SequenceToken, Token
 from grpo_plugin_algorithms.terms import Entropy, Mask, Prepared, Teacher, checked, prepare, with_terms
 
@@ -112,6 +116,75 @@ def distillation(
     r = Token().of(given.inputs)
     losses, metrics = _clipped(given, r, clip_low, clip_high)
     return with_terms(given, losses, metrics, kl, teacher, entropy, nll_coefficient, r)
+
+
+@checked(coefficient=FACTOR, clip=POSITIVE, clip_low=SHARE, clip_high=CLIP)
+@hints_chosen_by(chosen_hints)
+@needs("scores.hinted")
+def self_distillation(
+    inputs: LossInputs,
+    *,
+    teach: Teach = "wrong_only",
+    hint: Environment | RightRollout = Environment(),
+    coefficient: float = 1.0,
+    clip: float = 2.0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    correction: Correction = TokenTruncate(),
+    kl: Kl = Kl(),
+    entropy: Entropy = Entropy(),
+    mask: Mask = Mask(),
+    nll_coefficient: float = 0.0,
+    on_policy: bool = False,
+) -> LossOutput:
+    """Self-distillation: what the policy would have said with a hint teaches it without one.
+
+    The score ``hinted`` is log p of the sampled tokens in the hinted context.  Where a hint teaches, the
+    advantage of a token is ::
+
+        A = coefficient clip(sg(score - log policy), -clip, clip)
+
+    with sg the stopped gradient, and its loss is that of ``grpo``: in the first update, its gradient is
+    -w A grad log policy, an estimate of the gradient of the reverse KL divergence from the policy to itself
+    with the hint (SDPO, arXiv 2601.20802; OPSD, arXiv 2601.18734).  Elsewhere A is the advantage of the
+    rewards.  That rollouts which are right learn from rewards and the others from hints is SRPO's (arXiv
+    2604.02288).
+
+    Metrics: those of ``grpo``, and of tokens that a hint teaches ``hinted`` (their share),
+    ``hinted_difference`` (score - log policy; 0 elsewhere) and ``hinted_clipped``.
+
+    Args:
+        inputs: the sampled tokens of one micro-batch.
+        teach: a hint teaches rollouts that are not right ("wrong_only"), or all that have one ("all"), or
+            adds to the advantage of the rewards of all ("mix").  Right is the environment's success.
+        hint: "environment" for its hints, or "right_rollout" for the last reply of another rollout of the
+            group.
+        coefficient: factor of what hints teach.
+        clip: bound of a token's difference, in nats, on both sides.  OPSD bounds each token's divergence, as
+            words of style differ 6 to 15 times as much as others; this bound, a factor of 7, is our choice.
+        clip_low: the ratio of a token with a negative advantage is clipped below 1 minus this.
+        clip_high: the ratio of a token with a positive advantage is clipped above 1 plus this.
+        correction: weight w of tokens that older weights sampled.
+        kl: the KL divergence to the reference model.
+        entropy: a bonus for the entropy.
+        mask: the tokens that the objective trains.
+        nll_coefficient: factor of the negative logprobs' mean over the tokens of right rollouts (VAPO).
+        on_policy: the policy stands for the proximal one, so that every ratio is 1; one update per step.
+    """
+    difference = inputs.scores["hinted"] - inputs.policy_logprobs.detach()
+    hinted = ~difference.isnan()
+    difference = difference.where(hinted, 0.0)
+    rewards = inputs.advantages if teach == "mix" else inputs.advantages.where(~hinted, 0.0)
+    inputs = evolve(inputs, advantages=rewards + coefficient * difference.clamp(-clip, clip))
+    given = prepare(inputs, correction, kl, Teacher(), mask, on_policy)
+    r = Token().of(given.inputs)
+    losses, metrics = _clipped(given, r, clip_low, clip_high)
+    taught = {
+        "hinted": hinted.to(r.dtype),
+        "hinted_difference": difference,
+        "hinted_clipped": (difference.abs() > clip).to(r.dtype),
+    }
+    return with_terms(given, losses, metrics | taught, kl, Teacher(), entropy, nll_coefficient, r)
 
 
 @checked(clip_low=SHARE, clip_high=CLIP)

@@ -46,13 +46,13 @@ class Teacher:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return ("teacher", "all_rows") if self.coefficient else ()
+        return ("scores.teacher", "all_rows") if self.coefficient else ()
 
     def advantages(self, inputs: LossInputs, metrics: dict[str, Tensor]) -> Tensor:
         """Weight the advantages of rewards, and add the advantages of the teacher."""
         advantages = self.reward_coefficient * inputs.advantages
-        if self.coefficient and self.acts_on == "advantage" and inputs.teacher_logprobs is not None:
-            difference = inputs.teacher_logprobs - inputs.proximal_logprobs.detach()
+        if self.coefficient and self.acts_on == "advantage":
+            difference = inputs.scores["teacher"] - inputs.proximal_logprobs.detach()
             metrics["teacher_kl"] = -difference
             if self.clip is not None:
                 difference = difference.clamp(-self.clip, self.clip)
@@ -187,8 +187,8 @@ def prepare(
     inputs = evolve(inputs, advantages=teacher.advantages(inputs, metrics))
     highest = mask.highest(inputs)
     kept = mask.kept(inputs, highest, metrics)
-    if kl.coefficient and kl.acts_on == "reward" and inputs.reference_logprobs is not None:
-        metrics["kl"] = kl.of_reward(inputs, inputs.reference_logprobs)
+    if kl.coefficient and kl.acts_on == "reward":
+        metrics["kl"] = kl.of_reward(inputs, inputs.scores["reference"])
         inputs = evolve(inputs, advantages=inputs.advantages - kl.coefficient * metrics["kl"])
     return Prepared(inputs=inputs, weights=weights, kept=kept, highest=highest, metrics=metrics)
 
@@ -219,13 +219,13 @@ def with_terms(
     policy = inputs.policy_logprobs
     if given.kept is not None:
         losses = losses.where(given.kept, 0.0)
-    if kl.coefficient and kl.acts_on == "loss" and inputs.reference_logprobs is not None:
-        divergence = kl.of_loss(inputs, inputs.reference_logprobs, ratio)
+    if kl.coefficient and kl.acts_on == "loss":
+        divergence = kl.of_loss(inputs, inputs.scores["reference"], ratio)
         losses = losses + kl.coefficient * divergence
         more["kl"] = divergence.detach()
-    if teacher.coefficient and teacher.acts_on == "loss" and inputs.teacher_logprobs is not None:
+    if teacher.coefficient and teacher.acts_on == "loss":
         divergence = kl_estimate(
-            policy, inputs.teacher_logprobs, input_clamp=teacher.clip, weights=score_weights(policy)
+            policy, inputs.scores["teacher"], input_clamp=teacher.clip, weights=score_weights(policy)
         )
         losses = losses + teacher.coefficient * divergence
         more["teacher_kl"] = divergence.detach()

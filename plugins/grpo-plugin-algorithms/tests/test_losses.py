@@ -386,12 +386,12 @@ def test_needs_follow_from_the_options() -> None:
     assert needs_of(grpo, {"ratio": Sequence()}) == {"sequences"}
     assert needs_of(grpo, {"correction": GeometricMask()}) == {"sequences"}
     assert needs_of(grpo, {"mask": Mask(off_policy_limit=0.1)}) == {"sequences"}
-    assert needs_of(grpo, {"kl": Kl(coefficient=0.1)}) == {"reference", "all_rows"}
+    assert needs_of(grpo, {"kl": Kl(coefficient=0.1)}) == {"scores.reference", "all_rows"}
     assert needs_of(grpo, {"entropy": Entropy(coefficient=0.1)}) == {"entropy", "all_rows"}
     assert needs_of(grpo, {"entropy": Entropy(target=0.1)}) == {"entropy", "all_rows", "entropy_control"}
-    assert needs_of(grpo, {"teacher": Teacher(coefficient=0.1)}) == {"teacher", "all_rows"}
+    assert needs_of(grpo, {"teacher": Teacher(coefficient=0.1)}) == {"scores.teacher", "all_rows"}
     assert needs_of(grpo, {"nll_coefficient": 0.1}) == {"all_rows"}
-    assert needs_of(further.distillation, {}) == {"teacher", "all_rows"}
+    assert needs_of(further.distillation, {}) == {"scores.teacher", "all_rows"}
     assert needs_of(further.distillation, {"teacher": Teacher()}) == frozenset()
     assert needs_of(further.cispo, {"mask": Mask(top_entropy=0.2)}) == {"update_entropies"}
 
@@ -449,8 +449,7 @@ def test_the_bonus_is_that_of_the_coefficient_that_the_trainer_gives(options: di
 
 def test_distillation_is_grpo_whose_advantages_are_those_of_the_formula() -> None:
     given = inputs(further.distillation, {})
-    assert given.teacher_logprobs is not None
-    by_formula = given.teacher_logprobs - given.proximal_logprobs
+    by_formula = given.scores["teacher"] - given.proximal_logprobs
     expected, _ = grpo(evolve(given, advantages=by_formula))
     found, metrics = further.distillation(given)
     torch.testing.assert_close(found, expected)
@@ -459,8 +458,7 @@ def test_distillation_is_grpo_whose_advantages_are_those_of_the_formula() -> Non
 
 def test_rewards_and_teacher_are_mixed_by_their_weights() -> None:
     given = inputs(further.distillation, {})
-    assert given.teacher_logprobs is not None
-    difference = given.teacher_logprobs - given.proximal_logprobs
+    difference = given.scores["teacher"] - given.proximal_logprobs
     mixed = evolve(given, advantages=0.3 * given.advantages + 0.5 * difference.clamp(-0.1, 0.1))
     teacher = Teacher(coefficient=0.5, reward_coefficient=0.3, clip=0.1)
     torch.testing.assert_close(further.sapo(given, teacher=teacher)[0], further.sapo(mixed)[0])
@@ -476,7 +474,7 @@ def test_as_a_term_of_the_loss_the_teacher_has_the_gradient_of_the_reverse_kl() 
         policy_logprobs=policy[:, None],
         mask=torch.ones(3, 1),
         advantages=torch.zeros(3),
-        teacher_logprobs=teacher[:, None],
+        scores={"teacher": teacher[:, None]},
     )
     per_token, _ = further.distillation(
         given, teacher=Teacher(coefficient=1.0, acts_on="loss", reward_coefficient=0.0)

@@ -88,7 +88,7 @@ def test_a_loss_and_its_gradient_are_those_of_trl(case: Mapping[str, Any]) -> No
         advantages=given["advantages"],
         proximal_logprobs=None if config.get("on_policy") else given["old"],
         generation_logprobs=given["sampling"] if "vllm_importance_sampling_mode" in config else None,
-        reference_logprobs=given["reference"],
+        scores={"reference": given["reference"]},
         entropy=entropy,
         aggregation=aggregation,
         constant=VECTORS["inputs"]["max_length"] if config["loss_type"] == "dr_grpo" else 1,

@@ -45,10 +45,11 @@ async def trainer_again(
         threads: number of torch threads; 0 takes the configuration's.
         log: file for the output of the trainer's process.
     """
-    teacher, chosen = config.teacher.path, config.trainer
+    chosen = config.trainer
     start, parts = str(started_from(RunDirectory(run), config)), Parts(config, host)
+    models = {name: score.model for name, score in parts.scores.items() if score.model}
     setup = evolve(
-        parts.trainer_setup(start, teacher and files.local_directory(teacher)),
+        parts.trainer_setup(start, {name: files.local_directory(path) for name, path in models.items()}),
         trainer=evolve(chosen, threads=threads or chosen.threads, profile=0),
         resume_from=str(saved) if saved else None,
         async_save=False,

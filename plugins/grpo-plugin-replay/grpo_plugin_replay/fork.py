@@ -33,7 +33,7 @@ CHANGEABLE = (
     "trainer.*",
     "loss.*",
     "optimizer.*",
-    "teacher.*",
+    "scores.*",
     "advantage.*",
     "shaping.*",
     "health.max_non_finite",
