@@ -241,11 +241,11 @@ def test_a_row_with_a_token_that_the_teacher_does_not_have_is_left_out(models: t
 @pytest.mark.parametrize(
     ("tables", "error", "message"),
     [
-        ({"loss": {"name": "distillation"}}, ConfigError, r"the score 'teacher': write\n\[scores.teacher\]"),
+        ({"loss": {"name": "distillation"}}, ConfigError, r"the score 'teacher'; write\n\[scores.teacher\]"),
         (
             {"scores": {"teacher": {"weights": "some/model"}}},
             ConfigError,
-            r"teacher\] does nothing: of scores the",
+            r"teacher\] does nothing: with its",
         ),
         (
             {"loss": {"name": "distillation"}, "scores": {"teacher": {"weights": "./nowhere"}}},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_a_hint_stands_before_the_question_and_everything_after_it_stays() -> No
     assert context is not None
     assert text(context.prompt_ids) == "be good. it is 2\n\n1+1="
     assert context.tokens is its.tokens
-    assert counts == {"hints": 1.0, "hints_cut": 0.0, "hints_left_out": 0.0}
+    assert counts == {"hints": 1.0, "hints_cut": 0.0, "hints_left_out": 0.0, "hints_quoted": 0.0}
     assert [m["role"] for m in with_hint(SPLIT, "h", "message")] == ["system", "user", "user"]
     assert with_hint([], "h", "user") == ({"role": "user", "content": "h\n\n"},)
 
@@ -97,15 +98,15 @@ def test_later_segments_begin_with_the_hint_as_well_and_one_that_begins_otherwis
 @pytest.mark.parametrize(
     ("options", "context", "beginning", "counts"),
     [
-        ({"max_tokens": 6}, 2**31, "be good. is 2\n\n1+1=", (1, 1, 0)),
-        ({}, 20, "be good. is 2\n\n1+1=", (1, 1, 0)),
-        ({"max_tokens": 2}, 2**31, "", (0, 0, 1)),
-        ({}, 14, "", (0, 0, 1)),
+        ({"max_tokens": 6}, 2**31, "be good. is 2\n\n1+1=", (1, 1, 0, 0)),
+        ({}, 20, "be good. is 2\n\n1+1=", (1, 1, 0, 0)),
+        ({"max_tokens": 2}, 2**31, "", (0, 0, 1, 0)),
+        ({}, 14, "", (0, 0, 1, 0)),
     ],
     ids=["cut", "cut for the model", "too short", "no room"],
 )
 def test_a_long_hint_loses_its_beginning_and_then_itself(
-    options: dict[str, Any], context: int, beginning: str, counts: tuple[int, int, int]
+    options: dict[str, Any], context: int, beginning: str, counts: tuple[int, int, int, int]
 ) -> None:
     renderer = FakeRenderer()
     renderer.context = context
@@ -128,9 +129,17 @@ def test_a_hint_that_spells_a_control_token_and_a_prompt_of_an_agent_are_left_ou
     assert not any(each.hint_ids for each in found.rollouts)
 
 
+def test_wrong_replies_that_quote_their_hint_are_counted() -> None:
+    saying = "as the hint says, it is 2"
+    its = group(rollout(saying, hint="it is 2\n"), rollout(saying, hint="it says: it is 2"))
+    assert hinted(its)[1]["hints_quoted"] == 0
+    its = group(*(rollout(saying, reward, hint="no: it\nthe hint says, it") for reward in (0.0, 1.0)))
+    assert hinted(its)[1]["hints_quoted"] == 1
+
+
 def test_what_a_loss_chooses_is_checked() -> None:
     hints = Hints(choose=lambda its: [3], who="the loss")  # type: ignore[list-item]
-    with pytest.raises(PluginError, match=r"the loss: the hints of prompt '' are \[3\]; expected a text or"):
+    with pytest.raises(PluginError, match=r"the loss: hints \[3\]; expected a text or None"):
         run(hints.added(group(rollout()), FakeRenderer()))
 
 
@@ -181,7 +190,7 @@ def test_a_run_trains_hinted_rollouts_without_an_advantage_and_shows_no_hint_to_
 def test_hints_that_the_loss_ignores_are_said_once() -> None:
     made = a_run("the secret")()
     (said,) = [event.message for event in made.of(WarningRaised) if event.cause == "hints"]
-    assert "the loss learns from none" in said
+    assert "from which the loss does not learn" in said
     assert not any(len(each.hint_ids) for one in made.trainer.batches for each in one.rows)
 
 
@@ -195,16 +204,14 @@ def test_a_loss_of_hints_in_a_run_without_any_ends_after_the_first_step() -> Non
 
 
 def test_a_hint_that_is_no_text_is_one_error() -> None:
-    with pytest.raises(PluginError, match=r"env: evaluate: the hint is 3 \(int\); expected a text or None"):
-        as_feedback([Feedback(reward=1.0, hint=3)], 1, "env")  # type: ignore[arg-type]
-    reader = RowReader("task", "rows", RowOptions(hint="h"))
-    fields = {"prompt": [{"role": "user", "content": "q"}], "answer": None, "id": "0"}
-    with pytest.raises(ConfigError, match=r"rows, row 1: prompt '0': the hint is 3 \(int\)"):
-        reader.prompt({"prompt": "q", "h": 3}, fields, 0)
-    made = reader.prompt({"prompt": "q", "h": "x", "more": 1}, fields, 0)
-    assert (made.hint, made.info, plain(made)["hint"]) == ("x", {"more": 1}, "x")
-    with pytest.raises(PluginError, match=r"the hint is 3 \(int\)"):
-        reader.fields(Prompt(messages="q", hint=3), 0)  # type: ignore[arg-type]
+    for kind in (Feedback, partial(Prompt, messages="q")):
+        with pytest.raises(TypeError, match=r"hint is 3 \(int\); expected a text or None"):
+            kind(hint=3)
+    (found,) = as_feedback([Feedback(reward=1.0, hint="\ud800")], 1, "env")
+    assert found.hint == "\ufffd"
+    reader, row = RowReader("task", "rows", RowOptions()), Prompt(messages="q", hint="x")
+    made = reader.prompt(row, reader.fields(row, 0), 0)
+    assert (made.hint, plain(made)["hint"]) == ("x", "x")
 
 
 def test_a_trainer_that_does_not_score_is_refused(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def checked(host: PluginHost, table: dict[str, Any]) -> None:
         ),
         (
             {"scores": {"reference": {}}},
-            r"\[scores\.reference\] does nothing: of scores the loss 'grpo' reads none",
+            r"\[scores\.reference\] does nothing: with its options the loss 'grpo' reads no",
         ),
         (
             {"scores": {"reference": {"mix": 0.5}}, "loss": {"options": {"kl": {"coefficient": 0.1}}}},

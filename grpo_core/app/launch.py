@@ -24,7 +24,7 @@ from grpo_core.app.parts import Parts, engine_dtype, intervals
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.app.provenance import file_hashes
 from grpo_core.app.tasks import Tasks
-from grpo_core.config import Config, ScoreConfig, TrainerConfig, as_table, build, merge, replace_parts
+from grpo_core.config import Config, TrainerConfig, as_table, build, merge, replace_parts
 from grpo_core.contracts.errors import ConfigError, shortened, wrong_input
 from grpo_core.contracts.events import Event
 from grpo_core.data.samplers import load_plugin_state
@@ -341,7 +341,7 @@ def _found(
                     f"{proved})"
                 )
         if over is None:
-            notes += _consequences(before, config, changes)
+            notes += _consequences(config, changes)
             steps, seconds = directory.work_after(found.step)
             again = f"; {lost(steps, seconds)}, and trained again" if steps else ""
             notes.append(f"continuing {path} after step {found.step}{again}")
@@ -543,11 +543,8 @@ def _warnings(path: Path, saved: Mapping[str, Any], config: Config) -> Iterator[
             yield f"warning: {file} has changed since the checkpoint was written"
 
 
-def _consequences(before: Config, config: Config, changes: Mapping[str, Any]) -> Iterator[str]:
+def _consequences(config: Config, changes: Mapping[str, Any]) -> Iterator[str]:
     """Yield messages about consequences of changed keys that their values do not show."""
-    for name, score in before.scores.items():
-        if score.weights == "ema" and config.scores.get(name, ScoreConfig()).weights == "start":
-            yield f"scores.{name} is again by the weights that the run started from, instead of moved ones"
     limit = config.trainer.time_limit
     if limit and "time_limit" not in changes.get("trainer", {}):
         yield (

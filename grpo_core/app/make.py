@@ -145,20 +145,15 @@ def _check_scores(parts: Parts) -> None:
     config, scores, loss = parts.config, parts.scores, f"the loss {parts.config.loss.name!r}"
     needed = sorted(need.removeprefix(SCORE) for need in parts.needs if need.startswith(SCORE))
     if idle := sorted(config.scores.keys() - set(needed)):
-        reads = ", ".join(needed) or "none, with its options"
-        raise ConfigError(
-            f"[scores.{idle[0]}] does nothing: of scores {loss} reads {reads} (a term without a coefficient "
-            "reads none); leave the table out, or set the option"
-        )
+        reads = ", ".join(needed) or "no score"
+        raise ConfigError(f"[scores.{idle[0]}] does nothing: with its options {loss} reads {reads}")
     if not parts.trains:
         return
     if missing := next((name for name in needed if name not in scores), ""):
         raise ConfigError(
-            f"{loss} compares with the score {missing!r}: write\n[scores.{missing}]\n"
-            'weights = "MODEL"\nwith the directory or hub id of a model'
+            f"{loss} compares with the score {missing!r}; write\n[scores.{missing}]\nweights = (a model)"
         )
-    trainer = parts.plugins.find("trainer", config.trainer.name).offer
-    offered = sorted(trainer.scores) if isinstance(trainer, TrainerOffer) else []
+    offered = sorted(cast(TrainerOffer, parts.plugins.find("trainer", config.trainer.name).offer).scores)
     for name, score in scores.items():
         kind = "model" if score.model else score.weights
         if kind not in offered:
@@ -166,12 +161,10 @@ def _check_scores(parts: Parts) -> None:
                 f"{loss} needs scores.{name} by the weights {score.weights!r}, and trainer.name = "
                 f"{config.trainer.name!r} scores by {', '.join(offered) or 'none'}"
             )
-        if not score.model:
-            continue
-        model = scoring_model(name, score.model)
-        if not (Path(model).expanduser() / ADAPTERS).is_file():
+        model = score.model and scoring_model(name, score.model)
+        if model and not (Path(model).expanduser() / ADAPTERS).is_file():
             check_path(model)
-        elif importlib.util.find_spec("peft") is None:  # transformers adds adapters to their base model
+        elif model and importlib.util.find_spec("peft") is None:  # transformers needs it for adapters
             raise ConfigError("a score by adapters needs the package peft: pip install 'grpo-core[lora]'")
 
 

@@ -317,12 +317,11 @@ class Parts:
         """Make the trainer, not yet started."""
         return cast(Trainer, self._make("trainer", self.config.trainer, setup))
 
-    def trainer_setup(self, model: str, scoring: Mapping[str, str] | None = None) -> TrainerSetup:
+    def trainer_setup(self, model: str) -> TrainerSetup:
         """Make the part of the trainer's setup that the configuration determines.
 
         Args:
             model: directory of the model that the run starts from.
-            scoring: directories of the models that score, by the names of the scores.
         """
         config = self.config
         return TrainerSetup(
@@ -330,10 +329,7 @@ class Parts:
             model=evolve(config.model, path=model),
             trainer=config.trainer,
             loss=config.loss,
-            scores={
-                name: evolve(score, weights=(scoring or {}).get(name, score.weights))
-                for name, score in self.scores.items()
-            },
+            scores=self.scores,
             optimizer=config.optimizer,
             seed=config.seed,
             colocated=config.pipeline.max_staleness > 0,
@@ -448,18 +444,6 @@ class Parts:
             **dict.fromkeys(() if shaping is None else shaping.parts, "shaping.weights"),
         }
 
-    def hints(self) -> Hints | None:
-        """Make what renders the hints that the loss learns from, or None if it learns from none."""
-        if not any(score.hint for score in self.scores.values()):
-            return None
-        loss, section = self.loss, self.config.rollout
-        return Hints(
-            choose=hints_of(loss.function, loss.options),
-            who=str(loss),
-            place=section.hint_place,
-            max_tokens=section.max_hint_tokens,
-        )
-
     def dynamic(self) -> DynamicSampling | None:
         """Make the dynamic sampling, or None if no groups are filtered."""
         config, filters = self.config.dynamic_sampling, self.config.filters
@@ -506,13 +490,20 @@ class Parts:
         )
 
     def learning(self) -> Learning:
-        """Make the advantages and filters."""
+        """Make the advantages, the hints and the filters."""
+        loss, section = self.loss, self.config.rollout
+        hints = Hints(
+            choose=hints_of(loss.function, loss.options),
+            who=str(loss),
+            place=section.hint_place,
+            max_tokens=section.max_hint_tokens,
+        )
         return Learning(
             advantages=self.advantages(),
             all_rows=self.all_rows,
             shaping=self.shaping(),
             dynamic=self.dynamic(),
-            hints=self.hints(),
+            hints=hints if any(score.hint for score in self.scores.values()) else None,
             needs_hints="hints" in self.needs,
         )
 

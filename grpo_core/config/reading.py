@@ -73,18 +73,16 @@ def _value(value: Any) -> str:
 
 def score_lines(key: str, table: Mapping[str, Any]) -> str:
     """Return an error with the lines that replace an old key of a table, or "" if it is none."""
-    lines: dict[str, Any] = {}
     if key == "teacher":
-        given = table[key]
-        given = dict(given) if isinstance(given, Mapping) else {"path": given}
-        lines = {"weights": given.pop("path", ""), **given}
+        given = table[key] if isinstance(table[key], Mapping) else {"path": table[key]}
+        name, lines = "teacher", {"weights" if old == "path" else old: each for old, each in given.items()}
     elif key in ("trainer.reference_every", "trainer.reference_mix"):
         every, mix = table.get("reference_every", 0), table.get("reference_mix", 1.0)
-        lines = {"weights": "ema", "every": every, "mix": mix} if every else {"weights": "start"}
-    if not lines:
+        name, lines = "reference", {"weights": "ema", "every": every, "mix": mix}
+        lines = lines if every else {"weights": "start"}
+    else:
         return ""
-    name = "teacher" if key == "teacher" else "reference"
-    written = "\n".join(f"{key} = {_value(value)}" for key, value in lines.items())
+    written = "\n".join(f"{name} = {_value(value)}" for name, value in lines.items())
     return f"configuration key {key!r}: the {name} is a score now; write\n[scores.{name}]\n{written}"
 
 

@@ -82,15 +82,11 @@ class ModelConfig:
     """Allow code that comes with the model to run."""
 
 
-START = "start"
-"""Name of the weights that a run starts from."""
-
-
 @frozen(kw_only=True)
 class ScoreConfig:
     """A score, which the loss compares with: logprobs of the sampled tokens by named weights."""
 
-    weights: str = field(default=START, validator=min_len(1))
+    weights: str = field(default="start", validator=min_len(1))
     """Weights that score: "start" (those that the run started from; under adapters the model without them),
     "current" (those that a step starts from), "ema" (the start's, moved toward the trained ones), or a model
     with the same vocabulary: its directory or hub id, or the directory of a run for its newest checkpoint."""
@@ -115,13 +111,7 @@ class ScoreConfig:
     @property
     def model(self) -> str:
         """The model that scores; "" if the trained model has the weights."""
-        return "" if self.weights in (START, "current", "ema") else self.weights
-
-
-def kept_weights(scores: Mapping[str, ScoreConfig]) -> tuple[str, ...]:
-    """Return the names of the weights that a trainer keeps: "start", and the name of each "ema"."""
-    start = {START for each in scores.values() if each.weights == START}
-    return tuple(sorted(start | {name for name, each in scores.items() if each.weights == "ema"}))
+        return "" if self.weights in ("start", "current", "ema") else self.weights
 
 
 USUAL_SCORES = {"reference": ScoreConfig(), "hinted": ScoreConfig(weights="current", hint=True)}
@@ -155,8 +145,6 @@ class RowOptions:
     template: str = ""
     """Text that makes the prompt, instead of `prompt`, such as "{{ question }} Answer with a number."; each
     `{{ field }}` is replaced by the field of the row."""
-    hint: str = ""
-    """Field of a row with the hint, which the model does not see; without a name, rows have none."""
     answer_template: str = ""
     """Text that makes the answer, instead of `answer`."""
     deduplicate: bool = False

@@ -131,10 +131,8 @@ def hints_of(
     function: Callable[..., Any], options: Mapping[str, Any]
 ) -> Callable[[Group], Sequence[str | None]]:
     """Return the function that chooses the hints of a group for a loss with these options."""
-    choose: HintChoice | None = getattr(function, "hints", None)
-    if choose is None:
-        return lambda group: [rollout.hint for rollout in group.rollouts]
-    return partial(choose, **dict(options))
+    given: HintChoice = lambda group, **_: [rollout.hint for rollout in group.rollouts]  # noqa: E731
+    return partial(getattr(function, "hints", given), **dict(options))
 
 
 def options_checked_by(check: OptionsCheck) -> Callable[[_Function], _Function]:

@@ -79,6 +79,11 @@ EndReason = Literal["stop", "length", "turns", "tokens", "tool_calls", "deadline
 """
 
 
+def _check_hint(instance: object, attribute: object, hint: object) -> None:
+    if not isinstance(hint, str | None):
+        raise TypeError(f"hint is {hint!r:.60} ({type(hint).__name__}); expected a text or None")
+
+
 def _messages(given: str | Sequence[Message]) -> tuple[Message, ...]:
     if isinstance(given, str):
         return ({"role": "user", "content": given},)
@@ -137,7 +142,7 @@ class Prompt:
     """Name of its task, which the loader fills in."""
     info: Mapping[str, Any] = field(factory=dict)
     """Other data for the environment, such as the other fields of a source's row; the model never sees it."""
-    hint: str | None = None
+    hint: str | None = field(default=None, validator=_check_hint)
     """Text for a score in a hinted context, such as a solution; the model does not see it when it samples."""
 
 
@@ -197,7 +202,7 @@ class Feedback:
     state: str = ""
     """Name of the state that this turn has led to; advantages by turn compare what a group's rollouts did in
     the same state.  Empty: nothing is compared."""
-    hint: str | None = None
+    hint: str | None = field(default=None, validator=_check_hint)
     """Text for a score in a hinted context, known after this turn, such as what a compiler said; the model
     does not see it.  The last one of a rollout replaces ``Prompt.hint``."""
     error: str | None = None

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from attrs import fields_dict, frozen
+from attrs import evolve, fields_dict, frozen
 
 from grpo_core.config import RowOptions, structured
 from grpo_core.contracts.errors import ConfigError, GrpoError, PluginError, fault_of
@@ -30,7 +30,7 @@ from grpo_core.data.sizes import size
 from grpo_core.data.workers import prepare_workers
 from grpo_core.plugins.installed import in_file
 from grpo_core.plugins.offers import signature_of
-from grpo_core.text.messages import MessageError, no_text, prompt_messages
+from grpo_core.text.messages import MessageError, prompt_messages
 from grpo_core.text.messages import readable as readable_prompt
 
 GUESSED = "question"
@@ -107,7 +107,7 @@ class RowReader:
         if isinstance(row, Prompt):
             info = row.info
         else:
-            used = {self.options.answer, self.options.id, self.options.hint, self._prompt_field(row)}
+            used = {self.options.answer, self.options.id, self._prompt_field(row)}
             info = {
                 name: value
                 for name, value in ({} if isinstance(row, str) else row).items()
@@ -116,18 +116,8 @@ class RowReader:
         id, messages = fields["id"], fields["prompt"]
         if surrogate := lone_surrogate([id, messages]):
             raise ConfigError(f"{self._place(place)}: prompt {id!r} {unreadable(surrogate)}")
-        hint = (
-            row.hint
-            if isinstance(row, Prompt)
-            else None
-            if isinstance(row, str)
-            else row.get(self.options.hint)
-        )
-        if not isinstance(hint, str | None):
-            raise ConfigError(f"{self._place(place)}: prompt {id!r}: {no_text(hint)}")
-        return Prompt(
-            messages=messages, answer=fields["answer"], id=id, environment=self.task, info=info, hint=hint
-        )
+        made = Prompt(messages=messages, answer=fields["answer"], id=id, environment=self.task, info=info)
+        return evolve(made, hint=row.hint) if isinstance(row, Prompt) else made
 
     def check_named(self, rows: Sequence[Any]) -> None:
         """Raise ConfigError if a field that the options name is in none of these rows.

@@ -11,7 +11,7 @@ import attrs
 from grpo_core.contracts.errors import Fault, PluginError, describe, shortened, shown
 from grpo_core.contracts.records import Feedback, Judgement
 from grpo_core.contracts.unicode import well_formed
-from grpo_core.text.messages import MessageError, check_turn, no_text, normalised
+from grpo_core.text.messages import MessageError, check_turn, normalised
 
 LARGEST = 1e300
 """Rewards and metrics of this magnitude or more are invalid: their sums and squares would overflow."""
@@ -72,8 +72,6 @@ def _feedback(result: Any, who: str, method: str, mask: Callable[[str], str]) ->
         return Judgement(fault=Fault(NO_REWARD, f"{method} returned None"))
     if not isinstance(result, Feedback):
         return Judgement(**_reward(result, who, method))
-    if not isinstance(result.hint, str | None):
-        raise PluginError(f"{who}: {method}: {no_text(result.hint)}")
     result = Judgement.of(result)
     metrics, left_out = _metrics(result.metrics, mask)
     reward = {} if result.reward is None else _reward(result.reward, who, method)

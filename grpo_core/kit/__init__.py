@@ -140,7 +140,7 @@ A command that estimates a run before it starts (see ``grpo_plugin_doctor``):
 
     make, launch, Parts         make the parts of a configuration, and check its model
     gpus, engine_dtype, find_transport    what a run will start on this machine
-    scoring_model, kept_weights    the models, and the copies of weights, that score
+    scoring_model               find a model that scores
     files, ModelFiles           find and read the files of a model
     Scorer, MicroBatch, Passes, for_training, packing    compute what training computes
     token_budget, extra_bytes_on_gpu, state_bytes    compute its memory
@@ -193,7 +193,6 @@ if TYPE_CHECKING:
     from grpo_core.config import read_toml as read_toml
     from grpo_core.config import structured as structured
     from grpo_core.config.idle import only_with as only_with
-    from grpo_core.config.run import kept_weights as kept_weights
     from grpo_core.config.run import options_of as options_of
     from grpo_core.contracts.completions import check_request as check_request
     from grpo_core.contracts.errors import shortened as shortened

@@ -7,6 +7,7 @@ tokens its prompt begins in the other context.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -16,6 +17,8 @@ from attrs import define, evolve, field
 from grpo_core.contracts.errors import ControlInText, PluginError
 from grpo_core.contracts.protocols import Renderer
 from grpo_core.contracts.records import Group, Message, Rollout
+
+COUNTS = ("hints", "hints_cut", "hints_left_out", "hints_quoted")
 
 
 @define(kw_only=True, eq=False)
@@ -42,23 +45,19 @@ class Hints:
         """
         chosen = list(self.choose(group))
         if len(chosen) != len(group.rollouts) or not all(isinstance(each, str | None) for each in chosen):
-            raise PluginError(
-                f"{self.who}: the hints of prompt {group.prompt.id!r} are {chosen!r:.80}; expected a text or "
-                f"None for each of its {len(group.rollouts)} rollouts"
-            )
-        size = sum(map(len, filter(None, chosen)))
-        rollouts = await renderer.run(
-            lambda: [
-                self._hinted(group.prompt.messages, rollout, hint, renderer) if hint else rollout
-                for rollout, hint in zip(group.rollouts, chosen, strict=True)
-            ],
-            size,
-        )
+            raise PluginError(f"{self.who}: hints {chosen!r:.80}; expected a text or None for each rollout")
+        pairs = list(zip(group.rollouts, chosen, strict=True))
+
+        def rendered() -> list[Rollout]:
+            messages = group.prompt.messages
+            return [self._hinted(messages, one, hint, renderer) if hint else one for one, hint in pairs]
+
+        rollouts = await renderer.run(rendered, sum(len(hint or "") for hint in chosen))
         return evolve(group, rollouts=tuple(rollouts))
 
     def read(self) -> dict[str, float]:
         """Return the metrics since the last call."""
-        found = {name: float(self._counts[name]) for name in ("hints", "hints_cut", "hints_left_out")}
+        found = {name: float(self._counts[name]) for name in COUNTS}
         self._counts.clear()
         return found
 
@@ -80,7 +79,8 @@ class Hints:
                 return tuple(renderer.prompt_ids(with_hint(messages, last, self.place), tools))
 
             own = plain == tuple(rollout.segments[0].prompt_ids.tolist())
-            kept = _most(len(hint), lambda n: len(rendered(n)) - len(plain) <= most) if own else 0
+            sizes = range(1, len(hint) + 1) if own else ()
+            kept = bisect_left(sizes, True, key=lambda n: len(rendered(n)) - len(plain) > most)
             whole = rendered(kept) if kept else ()
         except ControlInText:
             kept = 0
@@ -89,6 +89,9 @@ class Hints:
             return rollout
         self._counts["hints"] += 1
         self._counts["hints_cut"] += kept < len(hint)
+        said = str(rollout.messages[-1].get("content") or "")
+        quoted = any(line in said for line in hint.splitlines() if len(line) >= 8)
+        self._counts["hints_quoted"] += quoted and not rollout.right
         shorter = min(len(plain), len(whole))
         begin = next((i for i in range(shorter) if plain[i] != whole[i]), shorter)
         same = next((i for i in range(shorter - begin) if plain[~i] != whole[~i]), shorter - begin)
@@ -105,14 +108,3 @@ def with_hint(
         return (*before, {"role": "user", "content": f"{hint}\n\n"}, *after)
     shown = {**after[0], "content": f"{hint}\n\n{after[0].get('content') or ''}"}
     return (*before, shown, *after[1:])
-
-
-def _most(largest: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number up to ``largest`` that fits, or 0; smaller ones fit as well."""
-    if fits(largest):
-        return largest
-    low, high = 0, largest  # low fits, or is 0
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low

@@ -475,8 +475,6 @@ class Pipeline:
                 target_version=slot.target_version,
                 slot=slot.id,
             )
-            if any(rollout.hint is not None for rollout in finished):
-                self._heard_hint()
             if self.learning.hints is not None:
                 group = await self.learning.hints.added(group, self.playing.renderer)
             rejected = None if self.learning.dynamic is None else self.learning.dynamic.rejects(group)
@@ -491,16 +489,6 @@ class Pipeline:
         )  # compared: all or none
         self._fail(slot, prompt, kept, next(rollout for rollout in rollouts if rollout.error is not None))
         self._changes.notify()
-
-    def _heard_hint(self) -> None:
-        """Note that an environment gave a hint; say once that the loss learns from none."""
-        if not self._hinted and self.learning.hints is None:
-            said = (
-                "environments give hints, and the loss learns from none: choose a loss that does, such as "
-                'loss.name = "self_distillation", or leave them out'
-            )
-            self.emit(events.WarningRaised(step=self._trained, cause="hints", message=said))
-        self._hinted = True
 
     async def _confirmed(self, rollouts: Sequence[Rollout]) -> None:
         """Wait until the canary agrees with all weights that sampled these rollouts.
@@ -602,14 +590,7 @@ class Pipeline:
             finally:  # the step is done, even if its weights are not published
                 metrics = self._account(groups, batch, result, parts, waited)
         self._check_health(metrics, groups)
-        self._hinted |= any(rollout.hint is not None for group in groups for rollout in group.rollouts)
-        if self.learning.needs_hints and not self._hinted:
-            tasks = ", ".join(sorted({group.prompt.environment for group in groups}))
-            raise ConfigError(
-                f"the loss learns from hints, and no rollout of step {self._trained} had one: the "
-                f"environments of {tasks} set neither Prompt.hint nor Feedback.hint; choose another loss, or "
-                "give hints"
-            )
+        self._check_hints(groups)
         if self._save_is_due():
             await self._synced()
             if not self._leaving:
@@ -658,6 +639,23 @@ class Pipeline:
         for name, message in left_out(groups).items():
             self.emit(events.WarningRaised(step=self._trained, cause=name, message=message))
         return metrics
+
+    def _check_hints(self, groups: Sequence[Group]) -> None:
+        """Warn once if the loss ignores hints; raise ConfigError if it needs some, and there were none."""
+        given = any(rollout.hint is not None for group in groups for rollout in group.rollouts)
+        if given and not self._hinted and self.learning.hints is None:
+            said = (
+                "environments give hints, from which the loss does not learn: choose one that does, such as "
+                '"self_distillation", or leave them out'
+            )
+            self.emit(events.WarningRaised(step=self._trained, cause="hints", message=said))
+        self._hinted = self._hinted or given
+        if self.learning.needs_hints and not self._hinted:
+            tasks = ", ".join(sorted({group.prompt.environment for group in groups}))
+            raise ConfigError(
+                f"the loss learns from hints, and no rollout of step {self._trained} had one: the "
+                f"environments of {tasks} set neither Prompt.hint nor Feedback.hint"
+            )
 
     def _check_health(self, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         """Warn about metrics beyond their soft limit; raise TrainerError beyond the hard limit.

@@ -96,17 +96,10 @@ def readable(prompt: Prompt, who: str) -> Prompt:
 
     Raises PluginError, which names ``who``.
     """
-    if not isinstance(prompt.hint, str | None):
-        raise PluginError(f"{who}: prompt {prompt.id!r}: {no_text(prompt.hint)}")
     try:
         return evolve(prompt, messages=prompt_messages(prompt.messages))
     except MessageError as error:
         raise PluginError(f"{who}: prompt {prompt.id!r}: {error}") from None
-
-
-def no_text(hint: object) -> str:
-    """Return the complaint about a hint of another type."""
-    return f"the hint is {hint!r:.60} ({type(hint).__name__}); expected a text or None"
 
 
 def check_turn(messages: Sequence[Mapping[str, Any]]) -> None:

@@ -7,6 +7,9 @@ at the end of the first update, so a trainer that does not fit may still start.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from grpo_core.config import ScoreConfig
 from grpo_core.contracts.records import MemoryPart
 
 FLOAT32 = 4
@@ -14,6 +17,12 @@ FLOAT32 = 4
 PUBLISHED = "published weights"
 MODELS = "scoring models"
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def kept_weights(scores: Mapping[str, ScoreConfig]) -> tuple[str, ...]:
+    """Return the names of the weights that a trainer keeps: "start", and the name of each "ema"."""
+    start = {"start" for each in scores.values() if each.weights == "start"}
+    return tuple(sorted(start | {name for name, each in scores.items() if each.weights == "ema"}))
 
 
 def trainer_parts(

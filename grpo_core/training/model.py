@@ -16,7 +16,6 @@ from attrs import field, frozen
 from torch import Tensor, nn
 
 from grpo_core.config import ModelConfig, ScoreConfig
-from grpo_core.config.run import START
 from grpo_core.contracts.errors import ModelError
 from grpo_core.contracts.records import Canary
 from grpo_core.models import files
@@ -217,7 +216,7 @@ class FullModel:
         return {
             f"{name}/{parameter}": tensor
             for name, scorer in self.kept.items()
-            if name != START
+            if name != "start"
             for parameter, tensor in scorer.module.named_parameters()
         }
 

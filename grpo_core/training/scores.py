@@ -10,7 +10,6 @@ from attrs import evolve
 from torch import Tensor
 
 from grpo_core.config import ModelConfig, ScoreConfig
-from grpo_core.config.run import START
 from grpo_core.contracts.errors import ConfigError, ModelError, one_line
 from grpo_core.training.microbatch import MicroBatch
 from grpo_core.training.model import Model, Scorer, compute_dtype, load
@@ -43,7 +42,7 @@ class Scores:
             return self.models[name].logprobs(micro, temperature)
         if weights == "current":
             return self._model.score(micro, temperature)[0]
-        return self._model.kept_logprobs(START if weights == START else name, micro, temperature)
+        return self._model.kept_logprobs(weights if weights == "start" else name, micro, temperature)
 
     def due(self, version: int) -> list[str]:
         """Return the names of the weights that move after the step that made a version."""

@@ -19,7 +19,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from grpo_core.config.run import ScoreConfig, TrainerSetup, kept_weights, needed_scores
+from grpo_core.config.run import ScoreConfig, TrainerSetup, needed_scores
 from grpo_core.contracts import loss as losses
 from grpo_core.contracts.errors import PluginError, TrainerError
 from grpo_core.contracts.records import Batch, Row, StepResult, Weights
@@ -38,6 +38,7 @@ from grpo_core.training.budget import overhead, token_budget
 from grpo_core.training.building import trained_section
 from grpo_core.training.digest import Digests
 from grpo_core.training.loss_output import checked
+from grpo_core.training.memory import kept_weights
 from grpo_core.training.microbatch import MicroBatch, collate, without_rows
 from grpo_core.training.model import FullModel, Model, ModelSource, compute_dtype
 from grpo_core.training.optimization import Optimization, divided

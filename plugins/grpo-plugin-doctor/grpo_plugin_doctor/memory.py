@@ -28,7 +28,6 @@ from grpo_core.kit import (
     engine_dtype,
     files,
     find_transport,
-    kept_weights,
     parse_settings,
     scoring_model,
     state_bytes,
@@ -291,7 +290,7 @@ def _trainer_parts(
         dtype=dtype,
         device=device,
         on_device=on_device,
-        kept=len(kept_weights(scores)),
+        kept=len(sizes.kept_weights(scores)),
         models=sum(scoring(name) for name, score in scores.items() if score.model),
     )
 

@@ -47,9 +47,13 @@ async def trainer_again(
     """
     chosen = config.trainer
     start, parts = str(started_from(RunDirectory(run), config)), Parts(config, host)
-    models = {name: score.model for name, score in parts.scores.items() if score.model}
+    scores = {
+        name: evolve(score, weights=files.local_directory(score.model)) if score.model else score
+        for name, score in parts.scores.items()
+    }
     setup = evolve(
-        parts.trainer_setup(start, {name: files.local_directory(path) for name, path in models.items()}),
+        parts.trainer_setup(start),
+        scores=scores,
         trainer=evolve(chosen, threads=threads or chosen.threads, profile=0),
         resume_from=str(saved) if saved else None,
         async_save=False,
