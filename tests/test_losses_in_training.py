@@ -95,6 +95,8 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("gspo", {"nll_coefficient": 0.2}),
     ("cispo", {"mask": {"top_entropy": 0.4}, "entropy": {"coefficient": 0.05}}),
     ("sapo", {"correction": {"name": "geometric_mask", "floor": 0.5, "cap": 3.0}}),
+    ("vespo", {"entropy": {"coefficient": 0.05}}),
+    ("dppo", {}),
     ("reinforce", {"mask": {"off_policy_limit": 0.4}}),
     ("distillation", {"nll_coefficient": 0.2, "teacher": {"reward_coefficient": 0.5}}),
 ]

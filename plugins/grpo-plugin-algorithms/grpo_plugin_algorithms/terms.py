@@ -10,7 +10,7 @@ from attrs import evolve, field, frozen
 
 from grpo_core import needs
 from grpo_core.losses import IDLE_CLIP, LossSetting, Remark, options_checked_by
-from grpo_plugin_algorithms.corrections import Correction, Off
+from grpo_plugin_algorithms.corrections import Correction, Off, TokenTruncate
 from grpo_plugin_algorithms.kl import Kl, kl_estimate, score_weights
 from grpo_plugin_algorithms.ranges import FACTOR, FINITE, POSITIVE, Range, check_idle
 from grpo_plugin_algorithms.tensors import means
@@ -269,7 +269,10 @@ def checked(*, has_ratio: bool = True, **ranges: Range) -> Callable[[_Loss], _Lo
                 if problem := range.problem(name, given.get(name)):
                     yield problem
             full = {**defaults, **given}
-            yield from _problems(given, full["correction"], full["kl"], setting, full["on_policy"], has_ratio)
+            correction = full.get("correction", TokenTruncate())  # a loss without one corrects in its own way
+            yield from _problems(
+                given, correction, full["kl"], setting, full.get("on_policy", False), has_ratio
+            )
 
         return options_checked_by(check)(needs("all_rows", when="nll_coefficient")(loss))
 
