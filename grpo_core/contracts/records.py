@@ -79,7 +79,7 @@ EndReason = Literal["stop", "length", "turns", "tokens", "tool_calls", "deadline
 """
 
 
-def _check_hint(instance: object, attribute: object, hint: object) -> None:
+def _check_hint(instance: object, attribute: object, hint: str | None) -> None:
     if not isinstance(hint, str | None):
         raise TypeError(f"hint is {hint!r:.60} ({type(hint).__name__}); expected a text or None")
 
@@ -678,7 +678,7 @@ class Rollout:
     """Tokens with which its contexts begin, and which the hinted context replaces by ``hint_ids``."""
     hint_ids: tuple[int, ...] = field(default=(), converter=_tuple)
     """Tokens with which its hinted contexts begin; empty if the loss does not learn from a hint."""
-    tools: tuple[Mapping[str, Any], ...] = field(default=(), converter=_tuple)
+    tools: tuple[Mapping[str, Any], ...] = field(default=(), converter=_tuple, eq=False)
     """JSON schemas of the functions that its model could call; they are not stored."""
     turns: int = 0
     """Number of its completions."""

@@ -75,8 +75,7 @@ class Hints:
             most = min(self.max_tokens, renderer.context - longest)
 
             def rendered(characters: int) -> tuple[int, ...]:
-                last = hint[len(hint) - characters :]
-                return tuple(renderer.prompt_ids(with_hint(messages, last, self.place), tools))
+                return tuple(renderer.prompt_ids(with_hint(messages, hint[-characters:], self.place), tools))
 
             own = plain == tuple(rollout.segments[0].prompt_ids.tolist())
             sizes = range(1, len(hint) + 1) if own else ()

@@ -224,6 +224,7 @@ def _of_prompt(prompt: Prompt) -> dict[str, Any]:
     return {
         "answer": shortened(str(prompt.answer), LARGEST) if why else prompt.answer,
         "info": info,
+        "prompt_hint": prompt.hint,
         **({"not_stored": {"answer": why, "info": lacks}} if why or lacks else {}),
     }
 
@@ -290,6 +291,7 @@ def _prompt(line: Mapping[str, Any]) -> Prompt:
         id=line["prompt"],
         environment=line["task"],
         info=info,
+        hint=line["prompt_hint"],
     )
 
 

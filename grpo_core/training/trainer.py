@@ -400,7 +400,7 @@ class TorchTrainer:
         for micro in self._collated(list(hinted.values())):
             scored = self._scores.logprobs(name, micro, temperature)
             if micro.rows:
-                parts = scored.split([row.tokens.n_sampled for row in micro.rows])
+                parts = torch.split(scored, [row.tokens.n_sampled for row in micro.rows])
                 found |= {places[id(row)]: part for row, part in zip(micro.rows, parts, strict=True)}
         scores = []
         for micro in update:
