@@ -119,7 +119,7 @@ def test_the_options_page_knows_every_offer_of_this_repository():
 # ---------------------------------------------------------------------------------- words
 
 WORDS = {
-    "all pages": 59_500,
+    "all pages": 60_000,
     "ARCHITECTURE.md": 2_000,
     "CONTRIBUTING.md": 1_000,
     "README.md": 800,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from size import code_lines, counted, sums
 
-LIMITS = {"core": 23_527, "built-in": 4_845, "all distributions": 53_999}
+LIMITS = {"core": 23_727, "built-in": 4_918, "all distributions": 54_455}
 
 
 @pytest.mark.parametrize("part", LIMITS)

@@ -779,8 +779,9 @@ class Row:
     )
     """Advantage of each sampled token, float32; None if all have ``advantage``."""
     hint_prefix: Ids = field(default=(), converter=_ids, eq=_SAME_IDS, hash=False)
-    """As in ``Rollout``, like ``hint_ids``: only scores in the hinted context read these tokens."""
+    """As in ``Rollout``; only scores in the hinted context read these tokens."""
     hint_ids: Ids = field(default=(), converter=_ids, eq=_SAME_IDS, hash=False)
+    """As in ``Rollout``; empty without a hint."""
 
 
 @frozen(kw_only=True)
