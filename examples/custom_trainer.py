@@ -19,7 +19,7 @@ import grpo_core as grpo
 from grpo_core.kit import Child, Config, PluginHost, SharedMemoryWriter, as_table, needs_of
 
 UNKNOWN = {
-    "updates_per_step": 1, "betas": (0.9, 0.95), "reference_every": 0, "activations": "keep",
+    "updates_per_step": 1, "betas": (0.9, 0.95), "activations": "keep",
     "weights": "float32", "compile": False, "profile": 0, "offload": False, "gpus": [], "ranks": 1,
 }  # fmt: skip
 """Keys of [trainer] that would change what other trainers do, and not this one, with their defaults."""

@@ -44,6 +44,8 @@ BY_TYPE = {
     "tuple[int, ...]": st.lists(st.integers(0, 9), max_size=3).map(tuple),
     "tuple[float, ...]": st.lists(numbers, max_size=3).map(tuple),
     "tuple[Message, ...]": messages,
+    "tuple[Mapping[str, Any], ...]": st.just(()),
+    "Ids": st.lists(st.integers(0, 9), max_size=3),
     "Fault | None": st.none() | st.builds(Fault, *[st.text(max_size=5)] * 4),
 }
 """Values of the fields of records, by their annotation; a field of another type needs an entry."""

@@ -15,10 +15,9 @@ import torch
 from adapting import with_lora
 from test_trainer import batch, ragged, same, save, scores, setup, weights
 
-from grpo_core.app import make as making
 from grpo_core.app.make import make
 from grpo_core.app.paths import with_absolute_paths
-from grpo_core.config import LossConfig, TeacherConfig, build
+from grpo_core.config import LossConfig, ScoreConfig, build
 from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.errors import ConfigError, ModelError
 from grpo_core.contracts.records import Row
@@ -27,7 +26,7 @@ from grpo_core.demo import tiny
 from grpo_core.plugins.host import PluginHost
 from grpo_core.training.microbatch import collate
 from grpo_core.training.passes import Passes
-from grpo_core.training.teacher import Teacher
+from grpo_core.training.scores import FrozenModel
 from grpo_core.training.trainer import TorchTrainer
 from grpo_plugin_scale.lora import LoraConfig
 
@@ -49,7 +48,7 @@ def taught(models: tuple[str, str], *, options: dict[str, Any] | None = None, **
     return attrs.evolve(
         setup(student, **given),
         loss=LossConfig(name="distillation", options=options or {}),
-        teacher=TeacherConfig(path=teacher),
+        scores={"teacher": ScoreConfig(weights=teacher)},
     )
 
 
@@ -68,7 +67,9 @@ def test_the_teacher_scores_each_sampled_token_as_its_own_model_does(
 ) -> None:
     rows = ragged()
     expected = scores(models[1], rows, temperature)
-    found = Teacher(TeacherConfig(path=models[1]), CPU, Passes()).logprobs(collate(rows, CPU), temperature)
+    found = FrozenModel(ScoreConfig(weights=models[1]), CPU, Passes()).logprobs(
+        collate(rows, CPU), temperature
+    )
     wanted = np.concatenate([row.tokens.logprobs[row.tokens.sampled] for row in expected])
     torch.testing.assert_close(found, torch.from_numpy(wanted), rtol=1e-4, atol=1e-5)
     assert not found.requires_grad
@@ -103,9 +104,13 @@ def test_a_run_that_trained_adapters_can_be_the_teacher(models: tuple[str, str],
     adapters = str(tmp_path / "trainer")
     rows = ragged()
     expected, _ = trainer.model.score(collate(rows, CPU), 1.0)
-    found = Teacher(TeacherConfig(path=adapters), CPU, Passes()).logprobs(collate(rows, CPU), 1.0)
+    found = FrozenModel(ScoreConfig(weights=adapters), CPU, Passes()).logprobs(collate(rows, CPU), 1.0)
     torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-5)
-    table = {"loss": {"name": "distillation"}, "teacher": {"path": adapters}, "model": {"path": student}}
+    table = {
+        "loss": {"name": "distillation"},
+        "scores": {"teacher": {"weights": adapters}},
+        "model": {"path": student},
+    }
     make(build([{"tasks": {"sort": {"env": "math:sort"}}}, table]), PluginHost.discover(None))
 
 
@@ -180,7 +185,7 @@ def test_resumed_distillation_is_the_same_bit_for_bit(models: tuple[str, str], t
 def test_a_teacher_in_bfloat16_scores_nearly_the_same(models: tuple[str, str]) -> None:
     micro = collate(ragged(), CPU)
     exact, coarse = (
-        Teacher(TeacherConfig(path=models[1], dtype=dtype), CPU, Passes())  # type: ignore[arg-type]
+        FrozenModel(ScoreConfig(weights=models[1], dtype=dtype), CPU, Passes())  # type: ignore[arg-type]
         for dtype in ("float32", "bfloat16")
     )
     assert next(coarse._scorer.module.parameters()).dtype is torch.bfloat16
@@ -191,9 +196,9 @@ def test_a_teacher_in_bfloat16_scores_nearly_the_same(models: tuple[str, str]) -
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_teacher_is_in_bfloat16_and_scores_nearly_the_same(models: tuple[str, str]) -> None:
-    cuda, config = torch.device("cuda"), TeacherConfig(path=models[1])
-    here = Teacher(config, CPU, Passes()).logprobs(collate(ragged(), CPU), 1.0)
-    teacher = Teacher(config, cuda, Passes())
+    cuda, config = torch.device("cuda"), ScoreConfig(weights=models[1])
+    here = FrozenModel(config, CPU, Passes()).logprobs(collate(ragged(), CPU), 1.0)
+    teacher = FrozenModel(config, cuda, Passes())
     assert next(teacher._scorer.module.parameters()).dtype is torch.bfloat16
     there = teacher.logprobs(collate(ragged(), cuda), 1.0)
     assert float((here - there.cpu()).abs().max()) < 0.1
@@ -224,8 +229,7 @@ def test_a_row_with_a_token_that_the_teacher_does_not_have_is_left_out(models: t
     """Models of a family pad their embeddings to different sizes, beyond the tokenizer's numbers."""
     setting = attrs.evolve(taught(models), max_non_finite=0.5)
     trainer = TorchTrainer(setting)
-    assert trainer._teacher is not None
-    trainer._teacher._scorer.module.resize_token_embeddings(90)  # type: ignore[operator]
+    trainer._scores.models["teacher"]._scorer.module.resize_token_embeddings(90)  # type: ignore[operator]
     rows = ragged()
     odd = attrs.evolve(
         rows[0], tokens=attrs.evolve(rows[0].tokens, ids=np.full(len(rows[0].tokens), 97, np.int32))
@@ -237,10 +241,14 @@ def test_a_row_with_a_token_that_the_teacher_does_not_have_is_left_out(models: t
 @pytest.mark.parametrize(
     ("tables", "error", "message"),
     [
-        ({"loss": {"name": "distillation"}}, ConfigError, "learns from a teacher: set teacher.path"),
-        ({"teacher": {"path": "some/model"}}, ConfigError, "does nothing without a loss with a teacher"),
+        ({"loss": {"name": "distillation"}}, ConfigError, r"the score 'teacher'; write\n\[scores.teacher\]"),
         (
-            {"loss": {"name": "distillation"}, "teacher": {"path": "./nowhere"}},
+            {"scores": {"teacher": {"weights": "some/model"}}},
+            ConfigError,
+            r"teacher\] does nothing: with its",
+        ),
+        (
+            {"loss": {"name": "distillation"}, "scores": {"teacher": {"weights": "./nowhere"}}},
             ModelError,
             "there is no such directory",
         ),
@@ -257,13 +265,14 @@ def test_a_teacher_and_a_loss_that_do_not_fit_are_refused_before_anything_starts
 
 def test_a_run_without_a_checkpoint_is_not_a_teacher(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("")
-    config = build([{"loss": {"name": "distillation"}, "teacher": {"path": str(tmp_path)}}])
+    tables = {"tasks": {"sort": {"env": "math:sort"}}, "loss": {"name": "distillation"}}
+    config = build([tables, {"scores": {"teacher": {"weights": str(tmp_path)}}}])
     with pytest.raises(ConfigError, match="a run that has no checkpoint yet"):
-        making._check_teacher(config)
+        make(config, PluginHost.discover())
 
 
 def test_a_model_is_validated_without_its_teacher() -> None:
-    tables = {"loss": {"name": "distillation"}, "teacher": {"path": "./gone"}}
+    tables = {"loss": {"name": "distillation"}, "scores": {"teacher": {"weights": "./gone"}}}
     config = build([{"tasks": {"sort": {"env": "math:sort"}}}, tables])
     make(config, PluginHost.discover(), trains=False)
 
@@ -288,7 +297,7 @@ def test_a_small_model_learns_from_a_larger_one_without_rewards(tmp_path: Path) 
     """The teacher is a run, which stands for its newest checkpoint."""
     trained(tmp_path / "teacher", TEACHER)
     distilled = trained(
-        tmp_path / "student", {**STUDENT, "loss.name": "distillation", "teacher.path": "teacher"}
+        tmp_path / "student", {**STUDENT, "loss.name": "distillation", "scores.teacher.weights": "teacher"}
     )
     accuracies = [row[key] for row in distilled if (key := "validation/sort/accuracy") in row]
     distances = [row["teacher_kl"] for row in distilled if "teacher_kl" in row]
@@ -304,7 +313,7 @@ def test_the_path_of_a_teacher_is_absolute_and_a_hub_id_stays(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     host = PluginHost.discover(["algorithms"])
-    config = with_absolute_paths(build([{"teacher": {"path": "model"}}]), host)
-    assert config.teacher.path == str(tmp_path / "model")
-    config = with_absolute_paths(build([{"teacher": {"path": "org/model"}}]), host)
-    assert config.teacher.path == "org/model"
+    config = with_absolute_paths(build([{"scores": {"teacher": {"weights": "model"}}}]), host)
+    assert config.scores["teacher"].weights == str(tmp_path / "model")
+    config = with_absolute_paths(build([{"scores": {"teacher": {"weights": "org/model"}}}]), host)
+    assert config.scores["teacher"].weights == "org/model"

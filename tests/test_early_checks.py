@@ -99,9 +99,9 @@ CHOICES = [
     ([*option("trainer.ranks", "2"), *option("optimizer.name", "muon")], "'muon' computes with whole"),
     (
         [*option("trainer.ranks", "2"), *option("model.lora.rank", "4"),
-         *option("trainer.reference_every", "2"),
+         *option("scores.reference.weights", "ema"), *option("scores.reference.mix", "1.0"),
          *option("loss.options.kl.coefficient", "0.1")],
-        "with [model.lora] the reference stays where the run began",
+        "with [model.lora] only the weights of the start are kept",
     ),
     (["--trainer", "torhc"], "there is no trainer 'torhc'. Did you mean 'torch'?"),
     (["--engine", "./file.py:unreadable"], "no_such_module is not installed: pip install no-such"),

@@ -63,16 +63,20 @@ def checked(host: PluginHost, table: dict[str, Any]) -> None:
             r"\[filters\.equal_rewards\] .*advantage\.name = 'gigpo' learns from",
         ),
         (
-            {"trainer": {"reference_every": 5}},
-            r"reference_every = 5 does nothing without a loss with a reference model \(loss\.options\.kl",
-        ),
-        (
-            {"trainer": {"reference_mix": 0.5}},
-            r"trainer\.reference_mix = 0\.5 does nothing with trainer\.reference_every = 0",
+            {"trainer": {"reference_every": 5, "reference_mix": 0.5}},
+            r"score now; write\n\[scores.reference\]\nweights = \"ema\"\nevery = 5\nmix = 0\.5$",
         ),
         (
             {"teacher": {"path": "some/model"}},
-            r"path = \"some/model\" does nothing without a loss with a teacher \(loss\.options\.teacher",
+            r"score now; write\n\[scores.teacher\]\nweights = \"some/model\"$",
+        ),
+        (
+            {"scores": {"reference": {}}},
+            r"\[scores\.reference\] does nothing: with its options the loss 'grpo' reads no",
+        ),
+        (
+            {"scores": {"reference": {"mix": 0.5}}, "loss": {"options": {"kl": {"coefficient": 0.1}}}},
+            r"mix does nothing with weights = 'start'",
         ),
         (
             {"tasks": {"sort": {"data_options": {"a": 1}}}},
@@ -121,7 +125,7 @@ def test_a_key_without_effect_is_refused(host: PluginHost, table: dict[str, Any]
         {"shaping": {"overlong_buffer": 5, "overlong_limit": 10, "overlong_penalty": 2.0}},
         {"dynamic_sampling": {"enabled": True, "tolerance": 0.1, "max_extra_groups": 5}},
         {
-            "trainer": {"reference_every": 5, "reference_mix": 0.5},
+            "scores": {"reference": {"weights": "ema", "every": 5, "mix": 0.5}},
             "loss": {"options": {"kl": {"coefficient": 0.1}}},
         },
         {"dynamic_sampling": {"max_extra_groups": 5}, "filters": {"pass_rate": {"high": 0.9}}},

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 import grpo_core
 from grpo_core import ConfigError, Run
 from grpo_core.commands import export
-from grpo_core.config import TeacherConfig
+from grpo_core.config import ScoreConfig
 from grpo_core.training.passes import Passes
-from grpo_core.training.teacher import Teacher
+from grpo_core.training.scores import FrozenModel
 from grpo_core.weights.layout import checksum
 from grpo_core.weights.names import checkpoint_tensors
 
@@ -94,8 +94,8 @@ def test_every_reader_gets_the_bits_that_the_engine_held(tmp_path: Path, dtype: 
     named = {"narrower": "bfloat16"}.get(dtype, dtype)
     assert json.loads((out / "config.json").read_text())["dtype"] == named
     assert f"Weights: {named}" in (out / "README.md").read_text()
-    teacher = Teacher(
-        TeacherConfig(path=str(trainer_of(run, 2)), dtype="float32"), torch.device("cpu"), Passes()
+    teacher = FrozenModel(
+        ScoreConfig(weights=str(trainer_of(run, 2)), dtype="float32"), torch.device("cpu"), Passes()
     )
     exact = load_file(out / "model.safetensors")
     for name, tensor in checkpoint_tensors(teacher._scorer.module).items():

@@ -40,7 +40,7 @@ def loss_and_gradient(
         policy_logprobs=logprobs,
         proximal_logprobs=before,
         generation_logprobs=before if generation is None else torch.tensor(generation, dtype=torch.float64),
-        reference_logprobs=None if reference is None else torch.tensor(reference, dtype=torch.float64),
+        scores={} if reference is None else {"reference": torch.tensor(reference, dtype=torch.float64)},
         advantages=torch.tensor(advantages, dtype=torch.float64),
         rows=torch.zeros(len(policy), dtype=torch.int64),
         step=0,
@@ -164,27 +164,27 @@ def test_a_loss_can_be_imported_and_inspected_without_torch() -> None:
 def test_the_built_in_loss_needs_the_reference_and_all_rows_only_for_its_kl_term() -> None:
     assert needs_of(grpo, {}) == frozenset()
     assert needs_of(grpo, {"kl": Kl()}) == frozenset()
-    assert needs_of(grpo, {"kl": Kl(coefficient=0.01), "clip_low": 0.1}) == {"reference", "all_rows"}
+    assert needs_of(grpo, {"kl": Kl(coefficient=0.01), "clip_low": 0.1}) == {"scores.reference", "all_rows"}
 
 
 def test_declarations_of_needs_add_up() -> None:
     @needs("entropy")
-    @needs("reference", when="beta")
+    @needs("scores.reference", when="beta")
     @needs("all_rows", when="bonus")
     def mine(inputs: LossInputs, *, beta: float = 0.5, bonus: float | None = None) -> None: ...
 
-    assert needs_of(mine, {}) == {"entropy", "reference"}
+    assert needs_of(mine, {}) == {"entropy", "scores.reference"}
     assert needs_of(mine, {"beta": 0.0}) == {"entropy"}
-    assert needs_of(mine, {"bonus": 1.0}) == {"entropy", "reference", "all_rows"}
+    assert needs_of(mine, {"bonus": 1.0}) == {"entropy", "scores.reference", "all_rows"}
     assert needs_of(lambda inputs: None, {}) == frozenset()
 
 
 def test_an_unknown_need_and_an_unknown_option_are_refused_where_they_are_written() -> None:
-    with pytest.raises(ValueError, match=r"unknown \['refrence'\]; expected some of \('reference'"):
+    with pytest.raises(ValueError, match=r"unknown \['refrence'\]; expected some of \('entropy'"):
         needs("refrence")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="mine has no option 'beta'"):
 
-        @needs("reference", when="beta")
+        @needs("scores.reference", when="beta")
         def mine(inputs: LossInputs) -> None: ...
 
 

@@ -12,11 +12,11 @@ import attrs
 import pytest
 import torch
 import transformers
-from test_trainer import batch, ragged, row, same, save, scores, setup, with_tokens
+from test_trainer import batch, copied, ragged, row, same, save, scores, setup, with_tokens
 from torch import Tensor
 
 from grpo_core.app.make import make
-from grpo_core.config import LossConfig, TeacherConfig, build
+from grpo_core.config import LossConfig, ScoreConfig, build
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.records import Row
 from grpo_core.demo import tiny
@@ -70,14 +70,15 @@ def trained(
         loss=LossConfig(name=name, options=options, **(config or {})),
     )
     if name == "distillation":
-        given = attrs.evolve(given, teacher=TeacherConfig(path=str(Path(model).with_name("teacher"))))
+        given = attrs.evolve(
+            given, scores={"teacher": ScoreConfig(weights=str(Path(model).with_name("teacher")))}
+        )
     trainer = TorchTrainer(given)
-    teacher = trainer._teacher and trainer._teacher._scorer
-    for scorer in (trainer.model.policy, trainer.model.reference, teacher):
-        if scorer is not None:
-            scorer.module.double()
-    if trainer.model.reference is not None:
-        scale(trainer.model.reference.module, reference)
+    others = [each._scorer for each in trainer._scores.models.values()]
+    for scorer in (trainer.model.policy, *trainer.model.kept.values(), *others):
+        scorer.module.double()
+    for scorer in trainer.model.kept.values():
+        scale(scorer.module, reference)
     metrics = trainer.step(batch(rows)).metrics
     moments = [trainer.optimizers.state(parameter)["exp_avg"] for parameter in trainer._parameters]
     return [moment / (1 - 0.9) for moment in moments], metrics["loss"]
@@ -94,6 +95,8 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("gspo", {"nll_coefficient": 0.2}),
     ("cispo", {"mask": {"top_entropy": 0.4}, "entropy": {"coefficient": 0.05}}),
     ("sapo", {"correction": {"name": "geometric_mask", "floor": 0.5, "cap": 3.0}}),
+    ("vespo", {"entropy": {"coefficient": 0.05}}),
+    ("dppo", {}),
     ("reinforce", {"mask": {"off_policy_limit": 0.4}}),
     ("distillation", {"nll_coefficient": 0.2, "teacher": {"reward_coefficient": 0.5}}),
 ]
@@ -491,20 +494,23 @@ def test_a_coefficient_that_a_resume_changes_counts(model: str, tmp_path: Path) 
 
 @pytest.mark.long
 def test_the_reference_takes_the_trained_weights_every_few_steps(model: str) -> None:
-    trainer = TorchTrainer(setup(model, lr=1e-2, loss={"kl": {"coefficient": 0.01}}, reference_every=2))
+    trainer = TorchTrainer(setup(model, lr=1e-2, loss={"kl": {"coefficient": 0.01}}, reference=copied(2)))
     kl = [trainer.step(batch(ragged(), step)).metrics["kl"] for step in range(5)]
     assert [value > 1e-6 for value in kl] == [False, True, False, True, False]
 
 
 def test_a_moving_average_is_between_start_and_policy(model: str) -> None:
     trainer = TorchTrainer(
-        setup(model, lr=1e-2, loss={"kl": {"coefficient": 0.01}}, reference_every=1, reference_mix=0.25)
+        setup(
+            model, lr=1e-2, loss={"kl": {"coefficient": 0.01}}, reference=ScoreConfig(weights="ema", mix=0.25)
+        )
     )
-    start = {name: t.clone() for name, t in trainer.model.saved_reference().items()}
+    start = {name: t.clone() for name, t in trainer.model.saved_kept().items()}
     trainer.step(batch(ragged()))
     policy = dict(trainer.model.policy.module.named_parameters())
-    for name, tensor in trainer.model.saved_reference().items():
-        torch.testing.assert_close(tensor, 0.75 * start[name] + 0.25 * policy[name])
+    for name, tensor in trainer.model.saved_kept().items():
+        moved = policy[name.removeprefix("reference/")]
+        torch.testing.assert_close(tensor, 0.75 * start[name] + 0.25 * moved)
 
 
 @pytest.mark.long
@@ -515,8 +521,7 @@ def test_a_resumed_run_has_the_reference_that_it_had(model: str, tmp_path: Path,
             model,
             loss={"kl": {"coefficient": 0.5}},
             lr=1e-2,
-            reference_every=2,
-            reference_mix=share,
+            reference=ScoreConfig(weights="ema", every=2, mix=share),
             **options,
         )
 

@@ -15,7 +15,7 @@ from test_trainer import batch, model, not_finite_backward, ragged, setup  # noq
 from tracked_run import METRICS_JSONL, a_run
 
 from grpo_core.app import readings
-from grpo_core.config import LossConfig, TeacherConfig
+from grpo_core.config import LossConfig, ScoreConfig
 from grpo_core.contracts.events import Span
 from grpo_core.contracts.records import Canary, EndReason, Group, Prompt, Rollout, RunInfo, Segment, Weights
 from grpo_core.contracts.tokens import Tokens
@@ -200,7 +200,7 @@ def written(model, tmp_path_factory):  # noqa: F811
         LossConfig(name="distillation"),
         LossConfig(options={"entropy": {"target": 1.0}}),
     ):
-        given = attrs.evolve(setup(model), loss=loss, teacher=TeacherConfig(path=model))
+        given = attrs.evolve(setup(model), loss=loss, scores={"teacher": ScoreConfig(weights=model)})
         found |= set(TorchTrainer(given).step(batch(ragged())).metrics)
     return found
 

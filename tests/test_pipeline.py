@@ -93,7 +93,7 @@ class Run:
             ),
             learning=Learning(
                 advantages=changes.pop("advantages", group_advantages),
-                **some("all_rows", "shaping", "dynamic"),
+                **some("all_rows", "shaping", "dynamic", "hints", "needs_hints"),
             ),
             checks=Checks(**some("observe_attempt", "canary", "tolerance", "limits", "watch")),
             trainer=self.trainer,

@@ -21,7 +21,7 @@ from adapting import with_lora
 from test_cli import grpo, steps_done
 from test_trainer import batch, in_bfloat16, ragged, setup, with_tokens
 
-from grpo_core.config import TeacherConfig
+from grpo_core.config import ScoreConfig
 from grpo_core.contracts.errors import CheckpointError, DeadlineExceeded, TrainerError, WeightSyncError
 from grpo_core.contracts.records import Batch
 from grpo_core.demo import tiny
@@ -110,7 +110,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], toleranc
 PLAIN: dict[str, Any] = {}
 FULL: dict[str, Any] = {
     "loss": {"kl": {"coefficient": 0.1}, "entropy": {"coefficient": 0.01}, "mask": {"top_entropy": 0.5}},
-    "reference_every": 2,
+    "reference": ScoreConfig(weights="ema", every=2, mix=1.0),
 }
 """A loss that needs a reference that moves, entropies, and all entropies of an update."""
 
@@ -143,7 +143,10 @@ def configured(model: str, kind: dict[str, Any], **options: Any) -> Any:
     given = attrs.evolve(setup(model, updates_per_step=2, **chosen), max_non_finite=0.5)
     given = attrs.evolve(
         with_lora(given, lora),
-        teacher=TeacherConfig(path=teacher if name == "distillation" else ""),
+        scores={
+            **given.scores,
+            **({"teacher": ScoreConfig(weights=teacher)} if name == "distillation" else {}),
+        },
         loss=attrs.evolve(
             given.loss,
             name=name,

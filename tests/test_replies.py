@@ -26,14 +26,14 @@ def judged_run(reward, **options):
     return Run(environment=FakeEnvironment(lambda episode: Feedback(reward=reward(episode))), **options)
 
 
-def warnings(run, **teacher):
+def warnings(run, **scores):
     """Return the warnings about rows of the tracker, which hears the events of a run."""
     said = []
 
     def warn(text, *, cause, step):
         said.append(WarningRaised(step=step, cause=cause, message=text))
 
-    tracker = Diagnosis(RunInfo(name="run", directory=Path(), config={"teacher": teacher}, warn=warn))
+    tracker = Diagnosis(RunInfo(name="run", directory=Path(), config={"scores": scores}, warn=warn))
     for event in run.events:
         call(tracker, event)
     return [event for event in said if event.cause == "rows"]

@@ -14,7 +14,7 @@ import transformers
 from adapting import with_lora
 from separate_gpu import GPU, MixedError, on_a_gpu
 from test_engine_local import logprobs_by, mixed_requests, run, tensors
-from test_trainer import batch, ragged, setup
+from test_trainer import batch, copied, ragged, setup
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -62,7 +62,7 @@ def trained(given: TrainerSetup, directory: Path) -> dict[str, torch.Tensor]:
         (
             "float32",
             None,
-            {"loss": {"kl": {"coefficient": 0.1}}, "reference_every": 1, "updates_per_step": 2},
+            {"loss": {"kl": {"coefficient": 0.1}}, "reference": copied(1), "updates_per_step": 2},
         ),
         ("bfloat16", None, {"packing": False}),
         ("bfloat16", None, {"packing": True}),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from size import code_lines, counted, sums
 
-LIMITS = {"core": 22_816, "built-in": 5_408, "all distributions": 53_804}
+LIMITS = {"core": 23_016, "built-in": 5_481, "all distributions": 54_260}
 
 
 @pytest.mark.parametrize("part", LIMITS)

@@ -32,6 +32,7 @@ from grpo_core.config import (
     EngineConfig,
     LossConfig,
     ModelConfig,
+    ScoreConfig,
     TrainerConfig,
     ValidationConfig,
     build,
@@ -65,8 +66,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
+def copied(every: int) -> ScoreConfig:
+    """A score by weights that are copied every few steps."""
+    return ScoreConfig(weights="ema", every=every, mix=1.0)
+
+
 def setup(
-    model: str, *, loss: dict | None = None, resume_from: Path | None = None, **options: object
+    model: str,
+    *,
+    loss: dict | None = None,
+    resume_from: Path | None = None,
+    reference: ScoreConfig | None = None,
+    **options: object,
 ) -> TrainerSetup:
     defaults = {"steps": 8, "lr": 1e-3, "threads": 1, "warmup_updates": 0}
     sections = scaled(**{key: options.pop(key) for key in KEYS if key in options})
@@ -74,6 +85,7 @@ def setup(
         model=ModelConfig(path=model),
         trainer=TrainerConfig(**{**defaults, **options}),
         loss=LossConfig(options=loss or {}),
+        scores={"reference": reference} if reference else {},
         resume_from=str(resume_from) if resume_from else None,
         plugins=("algorithms",),
         sections=sections,
@@ -375,7 +387,7 @@ from grpo_core import needs
 
 @needs("entropy", "all_rows")
 def entropy_only(inputs, *, sign=1.0):
-    assert inputs.reference_logprobs is None
+    assert not inputs.scores
     return -sign * inputs.entropy, {}
 
 def plain(inputs):

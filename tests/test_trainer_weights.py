@@ -12,7 +12,7 @@ import torch
 import transformers
 from test_cli import grpo
 from test_ranks import configured, run, trained
-from test_trainer import batch, ragged, row, same, save
+from test_trainer import batch, copied, ragged, row, same, save
 from torch.distributed.tensor import DTensor
 
 from grpo_core.config import ModelConfig, build
@@ -139,7 +139,7 @@ def test_engines_get_exactly_the_weights_that_the_trainer_scores_with(model: str
 KINDS: list[dict[str, Any]] = [
     COPIES,
     {**COPIES, "loss": {"kl": {"coefficient": 0.1}}, "packing": True, "activations": "recompute"},
-    {**COPIES, "loss": {"kl": {"coefficient": 0.1}}, "reference_every": 2},
+    {**COPIES, "loss": {"kl": {"coefficient": 0.1}}, "reference": copied(2)},
     {**COPIES, "loss": {"kl": {"coefficient": 0.1}}, "lora": LoraConfig(rank=4, alpha=8)},
 ]
 

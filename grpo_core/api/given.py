@@ -264,7 +264,7 @@ def _section(found: Arguments, name: str, value: Any) -> Any:
     return {"name": found.offer(kind, called, _factory(kind, value))}
 
 
-_SELECTING = {"model": "path", "teacher": "path"} | dict.fromkeys(
+_SELECTING = {"model": "path"} | dict.fromkeys(
     ("sampler", "engine", "validation", "placement", "trainer", *FUNCTIONS), "name"
 )
 """Sections that accept a text, and the key that it sets."""

@@ -25,7 +25,7 @@ from grpo_core.app.preflight import preflight_async
 from grpo_core.app.prompts import RunPrompts, has_tokenizer, judge_one_reply
 from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.app.tasks import Tasks
-from grpo_core.config import as_table
+from grpo_core.config import ScoreConfig, as_table
 from grpo_core.contracts.errors import describe, fault_of, wrong_input
 from grpo_core.contracts.events import (
     ErrorRaised,
@@ -281,7 +281,10 @@ async def build_pipeline(run: Launch) -> Pipeline:
     await parts.data_plane.started()
     check_reader(parts.data_plane, config.data_plane.name)
     model = await _start_model(run, found)
-    teacher = config.teacher.path and await fetched(config.teacher.path, run.trackers.status)
+    scores = dict(parts.scores)
+    for name in (name for name in scores if scores[name].model):
+        path = await fetched(scores[name].model, run.trackers.status)
+        scores[name] = evolve(scores[name], weights=path)
     if config.rollout.max_tokens == 0:
         parts.config = config = with_max_tokens(config, model.max_tokens)
         run.directory.complete_config(config)
@@ -309,7 +312,7 @@ async def build_pipeline(run: Launch) -> Pipeline:
         renderer, found = await load_renderer()
     sizes = {name: tasks.size(name, part) for name, part in found.prompts.items()}
     parts.config = config = with_steps(config, sizes)
-    trainer = _trainer(run, model, teacher, devices)
+    trainer = _trainer(run, model, scores, devices)
     engines: dict[str, Any] = {}
     for key, section in parts.engines.items():
         trains = key == "engine"
@@ -467,11 +470,12 @@ async def _start_model(run: Launch, found: RunPrompts) -> StartModel:
     return start
 
 
-def _trainer(run: Launch, model: StartModel, teacher: str, devices: Devices) -> Trainer:
+def _trainer(run: Launch, model: StartModel, scores: Mapping[str, ScoreConfig], devices: Devices) -> Trainer:
     """Make the trainer, which makes the model if necessary."""
     run.trackers.status(model.doing)
     setup = evolve(
-        run.parts.trainer_setup(model.path, teacher),
+        run.parts.trainer_setup(model.path),
+        scores=scores,
         prepare=model.prepare,
         resume_from=str(run.found.directory) if run.found else None,
         transport=run.parts.transport(),

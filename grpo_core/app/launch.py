@@ -342,7 +342,7 @@ def _found(
                     f"{proved})"
                 )
         if over is None:
-            notes += _consequences(before, config, changes)
+            notes += _consequences(config, changes)
             steps, seconds = directory.work_after(found.step)
             again = f"; {lost(steps, seconds)}, and trained again" if steps else ""
             notes.append(f"continuing {path} after step {found.step}{again}")
@@ -425,7 +425,7 @@ def identity(config: Config, start: Path) -> dict[str, Any]:
         "fixed": _fixed(config),
         "schedule": _schedule(config.trainer),
         "start": start_digest(start),
-        "teacher": _teacher_digest(config),
+        "scores": _score_digests(config),
         "files": file_hashes(config),
     }
 
@@ -462,10 +462,10 @@ def _fixed(config: Config) -> dict[str, Any]:
 
 
 def _check_start(run: RunDirectory, before: str, config: Config, host: PluginHost) -> None:
-    """Reject other base weights under adapters, or as the reference of a loss."""
+    """Reject other base weights under adapters, or as a score of a loss."""
     if model_section(config) is not None:
         why = "to which its adapters belong"
-    elif "reference" in Parts(config, host).needs and not config.trainer.reference_every:
+    elif any(score.weights == "start" for score in Parts(config, host).scores.values()):
         why = "with which its loss compares the policy"
     else:
         return
@@ -533,18 +533,19 @@ def _warnings(path: Path, saved: Mapping[str, Any], config: Config) -> Iterator[
             f"warning: {path} was written by grpo-core {version}, this is {__version__}: its next steps may "
             "differ from an uninterrupted run"
         )
-    if saved.get("teacher") and saved["teacher"] != _teacher_digest(config):
-        yield f"warning: the weights of the teacher {config.teacher.path} have changed since the checkpoint"
+    was, now = saved.get("scores", {}), _score_digests(config)
+    for name in sorted(was.keys() & now.keys()):
+        if was[name] != now[name]:
+            weights = config.scores[name].weights
+            yield f"warning: the weights {weights} of scores.{name} have changed since the checkpoint"
     was, now = saved.get("files", {}), file_hashes(config)
     for file in sorted(was.keys() & now.keys()):
         if was[file] != now[file]:
             yield f"warning: {file} has changed since the checkpoint was written"
 
 
-def _consequences(before: Config, config: Config, changes: Mapping[str, Any]) -> Iterator[str]:
+def _consequences(config: Config, changes: Mapping[str, Any]) -> Iterator[str]:
     """Yield messages about consequences of changed keys that their values do not show."""
-    if before.trainer.reference_every and not config.trainer.reference_every:
-        yield "the reference is again the model that the run started from, instead of the updated one"
     limit = config.trainer.time_limit
     if limit and "time_limit" not in changes.get("trainer", {}):
         yield (
@@ -570,8 +571,13 @@ def _value(config: Config, key: str) -> Any:
     return value
 
 
-def _teacher_digest(config: Config) -> str:
-    return start_digest(directory_here(config.teacher.path)) if config.teacher.path else ""
+def _score_digests(config: Config) -> dict[str, str]:
+    """Return the digests of the models that score, by the names of the scores."""
+    return {
+        name: start_digest(directory_here(score.model))
+        for name, score in config.scores.items()
+        if score.model
+    }
 
 
 def differences(old: Any, new: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:

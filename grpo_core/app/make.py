@@ -13,12 +13,13 @@ from typing import cast
 from attrs import evolve
 
 from grpo_core.app.data import check_data
-from grpo_core.app.model_sources import teacher_model
+from grpo_core.app.model_sources import scoring_model
 from grpo_core.app.parts import Parts
 from grpo_core.config import CUTS, Config, EnvironmentConfig, TaskConfig, ValidationConfig
-from grpo_core.config.idle import CLUSTER, MEASURED, OF_LOSS, WEIGHING, idle_keys
+from grpo_core.config.idle import CLUSTER, MEASURED, WEIGHING, idle_keys
 from grpo_core.contracts.errors import ConfigError, did_you_mean, wrong_input
-from grpo_core.contracts.loss import problems_of
+from grpo_core.contracts.hookspecs import TrainerOffer
+from grpo_core.contracts.loss import SCORE, problems_of
 from grpo_core.data.samplers import plugin_state
 from grpo_core.loop.endings import Goal
 from grpo_core.loop.metrics import COMPARED, names_of_tasks
@@ -97,8 +98,7 @@ def _make(parts: Parts) -> None:
         )
     if problems := problems_of(parts.loss.function, parts.loss.options, parts.loss_setting):
         raise ConfigError(f"loss {config.loss.name!r}: " + "; ".join(problems))
-    if trains and "teacher" in parts.needs:
-        _check_teacher(config)
+    _check_scores(parts)
     if (section := model_section(config)) is not None:
         section.check(config)
     if config.model.attention and config.trainer.packing is True:
@@ -123,18 +123,32 @@ def _make(parts: Parts) -> None:
     check_response_format(config.model.response_format)
 
 
-def _check_teacher(config: Config) -> None:
-    """Raise ConfigError if loss and teacher do not fit, and ModelError if the teacher is not a model."""
-    if not config.teacher.path:
+def _check_scores(parts: Parts) -> None:
+    """Raise ConfigError if loss, scores and trainer do not fit, ModelError if a score's model is none."""
+    config, scores, loss = parts.config, parts.scores, f"the loss {parts.config.loss.name!r}"
+    needed = sorted(need.removeprefix(SCORE) for need in parts.needs if need.startswith(SCORE))
+    if idle := sorted(config.scores.keys() - set(needed)):
+        reads = ", ".join(needed) or "no score"
+        raise ConfigError(f"[scores.{idle[0]}] does nothing: with its options {loss} reads {reads}")
+    if not parts.trains:
+        return
+    if missing := next((name for name in needed if name not in scores), ""):
         raise ConfigError(
-            f"the loss {config.loss.name!r} learns from a teacher: set teacher.path to a model's directory "
-            "or hub id, or loss.options.teacher.coefficient = 0"
+            f"{loss} compares with the score {missing!r}; write\n[scores.{missing}]\nweights = (a model)"
         )
-    teacher = teacher_model(config.teacher.path)
-    if not (Path(teacher).expanduser() / ADAPTERS).is_file():
-        check_path(teacher)
-    elif importlib.util.find_spec("peft") is None:  # transformers adds adapters to their base model
-        raise ConfigError("a teacher with adapters needs the package peft: pip install 'grpo-core[lora]'")
+    offered = sorted(cast(TrainerOffer, parts.plugins.find("trainer", config.trainer.name).offer).scores)
+    for name, score in scores.items():
+        kind = "model" if score.model else score.weights
+        if kind not in offered:
+            raise ConfigError(
+                f"{loss} needs scores.{name} by the weights {score.weights!r}, and trainer.name = "
+                f"{config.trainer.name!r} scores by {', '.join(offered) or 'none'}"
+            )
+        model = score.model and scoring_model(name, score.model)
+        if model and not (Path(model).expanduser() / ADAPTERS).is_file():
+            check_path(model)
+        elif model and importlib.util.find_spec("peft") is None:  # transformers needs it for adapters
+            raise ConfigError("a score by adapters needs the package peft: pip install 'grpo-core[lora]'")
 
 
 def _check_best(config: Config) -> None:
@@ -264,7 +278,6 @@ def _check_idle(parts: Parts) -> None:
         CLUSTER: parts.placement.remote,
         WEIGHING: "weights" in sampler,
         MEASURED: config.validation.measures,
-        **{words: need in parts.needs for need, words in OF_LOSS.items()},
     }
     there = [words for words, there in holds.items() if there]
     found = list(idle_keys(config, config, there))

@@ -1,4 +1,4 @@
-"""Models that a user names: for the start of a run, for ``grpo-core validate``, and a teacher."""
+"""Models that a user names: for the start of a run, for ``grpo-core validate``, and for scores."""
 
 from __future__ import annotations
 
@@ -319,8 +319,8 @@ def _of_run(target: str, path: Path, block: Sequence[str], step: int | None) -> 
     )
 
 
-def teacher_model(path: str) -> str:
-    """Return the directory or hub id of a teacher; for a run, the model of its newest checkpoint.
+def scoring_model(name: str, path: str) -> str:
+    """Return the directory or hub id of a model that scores; for a run, the model of its newest checkpoint.
 
     Raises ConfigError for a run without a checkpoint.
     """
@@ -329,7 +329,9 @@ def teacher_model(path: str) -> str:
         return path
     found = checkpoint.newest(RunDirectory(directory).checkpoints)
     if found is None:
-        raise ConfigError(f"teacher.path is {path!r}, a run that has no checkpoint yet: train it first")
+        raise ConfigError(
+            f"scores.{name}.weights is {path!r}, a run that has no checkpoint yet: train it first"
+        )
     return str(found.directory / "trainer")
 
 

@@ -16,12 +16,12 @@ from attrs import define, evolve, field
 
 from grpo_core.app.model_sources import StartModelSource, model_source
 from grpo_core.app.placement import Placement
-from grpo_core.config import Config, EngineConfig, PluginChoice, TrainerConfig, ValidationConfig
-from grpo_core.config.run import RolloutConfig, TrainerSetup
+from grpo_core.config import Config, EngineConfig, PluginChoice, ScoreConfig, TrainerConfig, ValidationConfig
+from grpo_core.config.run import RolloutConfig, TrainerSetup, needed_scores
 from grpo_core.contracts import protocols
 from grpo_core.contracts.errors import ConfigError, SelectionError
 from grpo_core.contracts.events import Event
-from grpo_core.contracts.loss import LossSetting, Remark, needs_of, remarks_of
+from grpo_core.contracts.loss import LossSetting, Remark, hints_of, needs_of, remarks_of
 from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.protocols import (
     AdvantageFunction,
@@ -46,6 +46,7 @@ from grpo_core.loop.canary import LENGTH
 from grpo_core.loop.dynamic import DynamicSampling, short_name
 from grpo_core.loop.endings import TimeLimit
 from grpo_core.loop.health import Thresholds
+from grpo_core.loop.hints import Hints
 from grpo_core.loop.pipeline import Checks, Learning, ObserveAttempt, Playing, Schedule
 from grpo_core.loop.rollout import LostBudget, SamplingParams
 from grpo_core.loop.rows import Clipped
@@ -315,12 +316,11 @@ class Parts:
         """Make the trainer, not yet started."""
         return cast(Trainer, self._make("trainer", self.config.trainer, setup))
 
-    def trainer_setup(self, model: str, teacher: str = "") -> TrainerSetup:
+    def trainer_setup(self, model: str) -> TrainerSetup:
         """Make the part of the trainer's setup that the configuration determines.
 
         Args:
             model: directory of the model that the run starts from.
-            teacher: directory of the teacher's model.
         """
         config = self.config
         return TrainerSetup(
@@ -328,7 +328,7 @@ class Parts:
             model=evolve(config.model, path=model),
             trainer=config.trainer,
             loss=config.loss,
-            teacher=evolve(config.teacher, path=teacher),
+            scores=self.scores,
             optimizer=config.optimizer,
             seed=config.seed,
             colocated=config.pipeline.max_staleness > 0,
@@ -378,8 +378,13 @@ class Parts:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The needs of the loss with its options, such as "reference"."""
+        """The needs of the loss with its options, such as "scores.reference"."""
         return needs_of(self.loss.function, self.loss.options)
+
+    @property
+    def scores(self) -> dict[str, ScoreConfig]:
+        """The scores that the loss needs, by name."""
+        return needed_scores(self.config.scores, self.needs)
 
     @property
     def all_rows(self) -> bool:
@@ -480,12 +485,21 @@ class Parts:
         )
 
     def learning(self) -> Learning:
-        """Make the advantages and filters."""
+        """Make the advantages, the hints and the filters."""
+        loss, section = self.loss, self.config.rollout
+        hints = Hints(
+            choose=hints_of(loss.function, loss.options),
+            who=str(loss),
+            place=section.hint_place,
+            max_tokens=section.max_hint_tokens,
+        )
         return Learning(
             advantages=self.advantages(),
             all_rows=self.all_rows,
             shaping=self.shaping(),
             dynamic=self.dynamic(),
+            hints=hints if any(score.hint for score in self.scores.values()) else None,
+            needs_hints="hints" in self.needs,
         )
 
     def checks(

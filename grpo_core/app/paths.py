@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 from attrs import evolve, fields, fields_dict, frozen
 
-from grpo_core.app.model_sources import teacher_model
+from grpo_core.app.model_sources import scoring_model
 from grpo_core.config import Config, PluginChoice, ValidationSetConfig
 from grpo_core.contracts.errors import GrpoError
 from grpo_core.contracts.records import SectionValues, name_of_class
@@ -38,9 +38,10 @@ def with_absolute_paths(config: Config, host: PluginHost) -> Config:
         options=options.of("model", path, config.model.options),
         chat_template=_existing(config.model.chat_template),
     )
-    teacher = config.teacher
-    if teacher.path:
-        teacher = evolve(teacher, path=_existing(teacher_model(teacher.path)))
+    scores = {
+        name: evolve(score, weights=_existing(scoring_model(name, score.model))) if score.model else score
+        for name, score in config.scores.items()
+    }
     choices: dict[str, Any] = {}
     for section in fields_dict(Config):
         if isinstance(choice := getattr(config, section), PluginChoice):
@@ -80,7 +81,7 @@ def with_absolute_paths(config: Config, host: PluginHost) -> Config:
     return evolve(
         config,
         model=model,
-        teacher=teacher,
+        scores=scores,
         tasks=tasks,
         tracking=tracking,
         environment=environment,

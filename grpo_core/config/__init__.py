@@ -30,8 +30,8 @@ from grpo_core.config.run import PlacementConfig as PlacementConfig
 from grpo_core.config.run import PluginChoice as PluginChoice
 from grpo_core.config.run import RolloutConfig as RolloutConfig
 from grpo_core.config.run import RowOptions as RowOptions
+from grpo_core.config.run import ScoreConfig as ScoreConfig
 from grpo_core.config.run import TaskConfig as TaskConfig
-from grpo_core.config.run import TeacherConfig as TeacherConfig
 from grpo_core.config.run import TrackingConfig as TrackingConfig
 from grpo_core.config.run import TrainerConfig as TrainerConfig
 from grpo_core.config.run import ValidationConfig as ValidationConfig

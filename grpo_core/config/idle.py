@@ -8,11 +8,6 @@ from typing import Any
 
 import attrs
 
-OF_LOSS = {
-    "reference": "a loss with a reference model (loss.options.kl.coefficient)",
-    "teacher": 'a loss with a teacher (loss.options.teacher.coefficient, or loss.name = "distillation")',
-}
-"""Needs of a loss in words."""
 CLUSTER = "workers of a cluster (--ray)"
 WEIGHING = 'a sampler that weighs tasks (sampler.name = "mix")'
 MEASURED = "validations during training (validation.every)"

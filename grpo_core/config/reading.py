@@ -71,6 +71,21 @@ def _value(value: Any) -> str:
     return json.dumps(value, default=str)
 
 
+def score_lines(key: str, table: Mapping[str, Any]) -> str:
+    """Return an error with the lines that replace an old key of a table, or "" if it is none."""
+    if key == "teacher":
+        given = table[key] if isinstance(table[key], Mapping) else {"path": table[key]}
+        name, lines = "teacher", {"weights" if old == "path" else old: each for old, each in given.items()}
+    elif key in ("trainer.reference_every", "trainer.reference_mix"):
+        every, mix = table.get("reference_every", 0), table.get("reference_mix", 1.0)
+        name, lines = "reference", {"weights": "ema", "every": every, "mix": mix}
+        lines = lines if every else {"weights": "start"}
+    else:
+        return ""
+    written = "\n".join(f"{name} = {_value(value)}" for name, value in lines.items())
+    return f"configuration key {key!r}: the {name} is a score now; write\n[scores.{name}]\n{written}"
+
+
 # ---------------------------------------------------------------------------------- problems
 
 
@@ -109,6 +124,9 @@ def _table_problems(kind: type, value: Any, where: str, sections: PluginSections
             continue
         if key in known:
             yield from problems(known[key], item, prefix + key, sections)
+        elif lines := score_lines(prefix + key, value):
+            if not (key == "reference_mix" and "reference_every" in value):  # one error has the lines of both
+                yield lines
         elif distribution := sections.install.get(prefix + key):
             yield f"configuration key {prefix + key!r} is not installed: pip install {distribution}"
         else:

@@ -10,7 +10,8 @@ import attrs
 from attrs import field, fields, frozen
 from attrs.validators import deep_iterable, ge, gt, le, lt, min_len, optional
 
-from grpo_core.config.idle import CLUSTER, MEASURED, OF_LOSS, WEIGHING, only_with
+from grpo_core.config.idle import CLUSTER, MEASURED, WEIGHING, only_with
+from grpo_core.contracts.loss import SCORE
 from grpo_core.contracts.records import WithSections
 
 # ---------------------------------------------------------------------------------- shared by sections
@@ -19,7 +20,7 @@ TASK_NAME = r"[A-Za-z0-9_.-]{1,64}"
 """Pattern of task names, which are also file names."""
 
 
-NAMED = {"tasks": "task", "validation.sets": "set"}
+NAMED = {"tasks": "task", "validation.sets": "set", "scores": "score"}
 """Tables whose keys are such names, and the thing that each key names."""
 
 
@@ -45,7 +46,7 @@ def options_of(kind: str, key: str) -> Mapping[str, Any]:
     return {"options_of": (kind, key)}
 
 
-# ---------------------------------------------------------------------------------- the model and its teacher
+# ---------------------------------------------------------------------------------- models, and scores
 
 
 @frozen(kw_only=True)
@@ -82,17 +83,46 @@ class ModelConfig:
 
 
 @frozen(kw_only=True)
-class TeacherConfig:
-    """The teacher, a frozen model that scores the policy's tokens for on-policy distillation."""
+class ScoreConfig:
+    """A score, which the loss compares with: logprobs of the sampled tokens by named weights."""
 
-    path: str = field(default="", metadata=only_with(OF_LOSS["teacher"]))
-    """Directory or hub id of the teacher, or the directory of a run for its newest checkpoint. The teacher
-    must have the same vocabulary as the trained model."""
+    weights: str = field(default="start", validator=min_len(1))
+    """Weights that score: "start" (those that the run started from; under adapters the model without them),
+    "current" (those that a step starts from), "ema" (the start's, moved toward the trained ones), or a model
+    with the same vocabulary: its directory or hub id, or the directory of a run for its newest checkpoint."""
+    every: int = field(default=1, validator=ge(1))
+    """Move the weights "ema" after every this many steps."""
+    mix: float = field(default=0.05, validator=[gt(0), le(1)])
+    """Share of the trained weights in a move of "ema"; 1 copies them."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the teacher's weights and matrix products; "auto" is bfloat16 on a GPU and float32 on a
-    CPU."""
+    """Type of a model's weights and matrix products; "auto" is bfloat16 on a GPU and float32 on a CPU."""
     trust_remote_code: bool = False
-    """Allow code that comes with the teacher to run."""
+    """Allow code that comes with a model to run."""
+
+    hint: bool = False
+    """Score in the hinted context, in which the first user message has the hint of the rollout."""
+
+    def __attrs_post_init__(self) -> None:
+        idle = ("dtype", "trust_remote_code") if not self.model else ()
+        for name in (*idle, *(("every", "mix") if self.weights != "ema" else ())):
+            if getattr(self, name) != getattr(fields(ScoreConfig), name).default:
+                raise ValueError(f"{name} does nothing with weights = {self.weights!r}: leave it out")
+
+    @property
+    def model(self) -> str:
+        """The model that scores; "" if the trained model has the weights."""
+        return "" if self.weights in ("start", "current", "ema") else self.weights
+
+
+USUAL_SCORES = {"reference": ScoreConfig(), "hinted": ScoreConfig(weights="current", hint=True)}
+"""Scores of which a loss may need one without a table of the configuration."""
+
+
+def needed_scores(chosen: Mapping[str, ScoreConfig], needs: Iterable[str]) -> dict[str, ScoreConfig]:
+    """Return the scores that a loss needs, except missing ones."""
+    names = sorted(need.removeprefix(SCORE) for need in needs if need.startswith(SCORE))
+    known = USUAL_SCORES | dict(chosen)
+    return {name: known[name] for name in names if name in known}
 
 
 # ---------------------------------------------------------------------------------- tasks and their data
@@ -297,6 +327,10 @@ class RolloutConfig:
     truncated: Literal["train", "mask", "unscored"] = "train"
     """How to handle rollouts that a token limit cut off: train them like others ("train"), count their reward
     only in the mean of their group ("mask"), or neither judge nor count them ("unscored")."""
+    max_hint_tokens: int = field(default=1024, validator=ge(1))
+    """Largest number of tokens that a hint adds to a prompt; a longer one loses its beginning."""
+    hint_place: Literal["user", "message"] = "user"
+    """Whether a hint begins the text of the first user message, or is a user message before it."""
     stop: list[str] = field(factory=list, validator=deep_iterable(min_len(1)))
     """Strings that end a completion, in addition to the tokenizer's end-of-sequence token."""
     deadline: float = field(default=600.0, validator=gt(0))
@@ -427,12 +461,6 @@ class TrainerConfig(PluginChoice):
     proximal: Literal["recompute", "generation"] = "recompute"
     """Source of the proximal logprobs: recomputed with the trainer's weights at the start of the step (one
     more forward pass if there are several updates), or the engine's."""
-    reference_every: int = field(default=0, validator=ge(0), metadata=only_with(OF_LOSS["reference"]))
-    """Update the reference model of a KL term to the trained weights every this many steps; 0 keeps the
-    weights that the run started from."""
-    reference_mix: float = field(default=1.0, validator=[gt(0), le(1)], metadata=only_with("reference_every"))
-    """Share of the trained weights in an updated reference model: 1 copies them, less makes an exponential
-    moving average."""
     tokens_per_microbatch: int = field(default=0, validator=ge(0))
     """Largest number of tokens in a micro-batch, padding included; a longer row is a micro-batch by itself. 0
     is 8,192, and on a GPU up to 65,536 after a step has shown how many fit half of its free memory."""
@@ -771,7 +799,9 @@ class Config(WithSections):
     """Filters by name, each with its options: `[filters.pass_rate]` and `high = 0.9` below it. A group that
     one of them rejects is not trained, and another prompt is drawn instead."""
     loss: LossConfig = field(factory=LossConfig)
-    teacher: TeacherConfig = field(factory=TeacherConfig)
+    scores: dict[str, ScoreConfig] = field(factory=dict)
+    """Scores by name, for losses that compare with one, as `[scores.teacher]`; a loss with a KL term has
+    `reference`, the weights that the run started from, without a table."""
     trainer: TrainerConfig = field(factory=TrainerConfig)
     optimizer: OptimizerConfig = field(factory=OptimizerConfig)
     pipeline: PipelineConfig = field(factory=PipelineConfig)
@@ -823,8 +853,8 @@ class TrainerSetup(WithSections):
     """The ``[trainer]`` section."""
     loss: LossConfig = field(factory=LossConfig)
     """Name and options of the loss, for ``PluginHost.function``."""
-    teacher: TeacherConfig = field(factory=TeacherConfig)
-    """The ``[teacher]`` section; ``path`` is a directory, or empty without a teacher."""
+    scores: Mapping[str, ScoreConfig] = field(factory=dict)
+    """The scores that the loss needs, by name; ``weights`` of a model is its directory."""
     optimizer: OptimizerConfig = field(factory=OptimizerConfig)
     """The ``[optimizer]`` section."""
     seed: int = 0

@@ -19,7 +19,7 @@ the factory is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import pluggy
@@ -150,6 +150,9 @@ class TrainerOffer(Offer):
     """Returns the number of its processes for ``(config, host)``."""
     placement: str = ""
     """Name of the placement whose workers run its processes."""
+    scores: Collection[str] = ()
+    """Weights by which it can score the sampled tokens, of "start", "current", "ema" and "model"; see
+    ``[scores.NAME]``."""
 
 
 @frozen(kw_only=True)

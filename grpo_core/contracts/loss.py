@@ -16,28 +16,33 @@ declares what it ``needs`` in addition to the sampled tokens and their logprobs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from attrs import Factory, field, frozen
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from grpo_core.contracts.records import Group
+
     LossOutput = tuple[Tensor, dict[str, Tensor]]
 
-Need = Literal[
-    "reference", "teacher", "entropy", "entropy_control", "all_rows", "sequences", "update_entropies"
-]
-"""A need that a loss can declare.
+SCORE = "scores."
+"""Beginning of the need of a score."""
+Need = str
+NEEDS = ("entropy", "entropy_control", "all_rows", "hints", "sequences", "update_entropies")
+"""Needs that a loss can declare, in addition to scores.
 
-``"reference"``: ``reference_logprobs``; the trainer keeps the weights that the run started from.
-``"teacher"``: ``teacher_logprobs``; the trainer keeps the model of the section ``[teacher]``.
+``"scores.NAME"``: ``scores["NAME"]``, as ``[scores.NAME]`` of the configuration defines it.  Without a table,
+"reference" is by the weights of the start, and "hinted" by the current ones in the hinted context.
 ``"entropy"``: ``entropy``, with a gradient.
 ``"entropy_control"``: ``entropy_coefficient``, which the trainer adapts by the loss's metric
 ``bonus_entropy`` and its option ``entropy``; see ``grpo_core.losses.EntropyControl``.
 ``"all_rows"``: rows with advantage 0 as well, because another term of the loss trains on them.
+``"hints"``: environments that give hints; a run without any ends after its first step.
 ``"sequences"``: all segments of a rollout in one call; a rollout of several segments is then a micro-batch of
 its own, whatever its length.
 ``"update_entropies"``: ``update_entropies``; costs one more forward pass for each update.
@@ -75,21 +80,21 @@ def needs(*names: Need, when: str | None = None) -> Callable[[_Function], _Funct
     """Declare what a loss needs; several declarations of one function add up.
 
         @needs("entropy")
-        @needs("reference", "all_rows", when="kl_coefficient")
+        @needs("scores.reference", "all_rows", when="kl_coefficient")
         def my_loss(inputs, *, kl_coefficient=0.0): ...
 
     The value of an option may have needs as well: its attribute ``needs`` is a collection of names.
 
     Args:
-        names: see ``Need``.
+        names: see ``NEEDS``.
         when: name of an option; the loss needs this only if the option's value is neither 0 nor None nor
             empty.
 
     Raises:
         ValueError: a name is unknown, or the function has no option ``when``.
     """
-    if unknown := set(names) - set(get_args(Need)):
-        raise ValueError(f"needs: unknown {sorted(unknown)}; expected some of {get_args(Need)}")
+    if unknown := {name for name in names if name not in NEEDS and not name.startswith(SCORE)}:
+        raise ValueError(f"needs: unknown {sorted(unknown)}; expected some of {(*NEEDS, 'scores.NAME')}")
 
     def declare(function: _Function) -> _Function:
         if when is not None and when not in signature(function).parameters:
@@ -106,6 +111,28 @@ def needs_of(function: Callable[..., Any], options: Mapping[str, Any]) -> frozen
     values = {name: each.default for name, each in signature(function).parameters.items()} | dict(options)
     declared = (names for names, when in getattr(function, "needs", ()) if when is None or values[when])
     return frozenset().union(*declared, *(getattr(value, "needs", ()) for value in values.values()))
+
+
+HintChoice = Callable[..., Sequence[str | None]]
+"""Returns the hint of each rollout of a group, or None, for the group and the loss's options as names."""
+
+
+def hints_chosen_by(choose: HintChoice) -> Callable[[_Function], _Function]:
+    """Declare which hints of a group a loss learns from; without it, those of the environment."""
+
+    def declare(function: _Function) -> _Function:
+        function.hints = choose  # type: ignore[attr-defined]
+        return function
+
+    return declare
+
+
+def hints_of(
+    function: Callable[..., Any], options: Mapping[str, Any]
+) -> Callable[[Group], Sequence[str | None]]:
+    """Return the function that chooses the hints of a group for a loss with these options."""
+    given: HintChoice = lambda group, **_: [rollout.hint for rollout in group.rollouts]  # noqa: E731
+    return partial(getattr(function, "hints", given), **dict(options))
 
 
 def options_checked_by(check: OptionsCheck) -> Callable[[_Function], _Function]:
@@ -151,10 +178,9 @@ class LossInputs:
     or by the engine (``"generation"``)."""
     generation_logprobs: Tensor
     """Logprobs by the engine when it sampled the token: the behaviour policy."""
-    reference_logprobs: Tensor | None = None
-    """Logprobs by the weights that the run started from; None unless the loss needs "reference"."""
-    teacher_logprobs: Tensor | None = None
-    """Logprobs by the teacher; None unless the loss needs "teacher"."""
+    scores: Mapping[str, Tensor] = field(factory=dict)
+    """Logprobs by other weights or in another context, by the names of the scores that the loss needs.  In
+    the hinted context they are NaN for the tokens of rows without a hint."""
     entropy: Tensor | None = None
     """Entropy of the policy's distribution that each token was sampled from, in nats, at the sampling
     temperature; None unless the loss needs "entropy", or, without a gradient, "update_entropies"."""

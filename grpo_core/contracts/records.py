@@ -79,6 +79,11 @@ EndReason = Literal["stop", "length", "turns", "tokens", "tool_calls", "deadline
 """
 
 
+def _check_hint(instance: object, attribute: object, hint: str | None) -> None:
+    if not isinstance(hint, str | None):
+        raise TypeError(f"hint is {hint!r:.60} ({type(hint).__name__}); expected a text or None")
+
+
 def _messages(given: str | Sequence[Message]) -> tuple[Message, ...]:
     if isinstance(given, str):
         return ({"role": "user", "content": given},)
@@ -137,6 +142,8 @@ class Prompt:
     """Name of its task, which the loader fills in."""
     info: Mapping[str, Any] = field(factory=dict)
     """Other data for the environment, such as the other fields of a source's row; the model never sees it."""
+    hint: str | None = field(default=None, validator=_check_hint)
+    """Text for a score in a hinted context, such as a solution; the model does not see it when it samples."""
 
 
 @frozen(kw_only=True)
@@ -195,6 +202,9 @@ class Feedback:
     state: str = ""
     """Name of the state that this turn has led to; advantages by turn compare what a group's rollouts did in
     the same state.  Empty: nothing is compared."""
+    hint: str | None = field(default=None, validator=_check_hint)
+    """Text for a score in a hinted context, known after this turn, such as what a compiler said; the model
+    does not see it.  The last one of a rollout replaces ``Prompt.hint``."""
     error: str | None = None
     """Why the episode is unscored."""
     unavailable: Unavailable | None = None
@@ -662,6 +672,14 @@ class Rollout:
     """``Feedback.state`` of each of its turns; empty if none has one."""
     answer: str | None = None
     """The last answer that its feedback has."""
+    hint: str | None = None
+    """The hint that its environment gave last, or its prompt has; or the one that the loss chose."""
+    hint_prefix: tuple[int, ...] = field(default=(), converter=_tuple)
+    """Tokens with which its contexts begin, and which the hinted context replaces by ``hint_ids``."""
+    hint_ids: tuple[int, ...] = field(default=(), converter=_tuple)
+    """Tokens with which its hinted contexts begin; empty if the loss does not learn from a hint."""
+    tools: tuple[Mapping[str, Any], ...] = field(default=(), converter=_tuple, eq=False)
+    """JSON schemas of the functions that its model could call; they are not stored."""
     turns: int = 0
     """Number of its completions."""
     tool_calls: int = 0
@@ -760,6 +778,10 @@ class Row:
         default=None, eq=cmp_using(eq=_same_numbers), hash=False
     )
     """Advantage of each sampled token, float32; None if all have ``advantage``."""
+    hint_prefix: Ids = field(default=(), converter=_ids, eq=_SAME_IDS, hash=False)
+    """As in ``Rollout``; only scores in the hinted context read these tokens."""
+    hint_ids: Ids = field(default=(), converter=_ids, eq=_SAME_IDS, hash=False)
+    """As in ``Rollout``; empty without a hint."""
 
 
 @frozen(kw_only=True)

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from attrs import fields_dict, frozen
+from attrs import evolve, fields_dict, frozen
 
 from grpo_core.config import RowOptions, structured
 from grpo_core.contracts.errors import ConfigError, GrpoError, PluginError, fault_of
@@ -116,7 +116,8 @@ class RowReader:
         id, messages = fields["id"], fields["prompt"]
         if surrogate := lone_surrogate([id, messages]):
             raise ConfigError(f"{self._place(place)}: prompt {id!r} {unreadable(surrogate)}")
-        return Prompt(messages=messages, answer=fields["answer"], id=id, environment=self.task, info=info)
+        made = Prompt(messages=messages, answer=fields["answer"], id=id, environment=self.task, info=info)
+        return evolve(made, hint=row.hint) if isinstance(row, Prompt) else made
 
     def check_named(self, rows: Sequence[Any]) -> None:
         """Raise ConfigError if a field that the options name is in none of these rows.
@@ -218,6 +219,7 @@ def plain(prompt: Prompt) -> dict[str, Any]:
         "messages": list(prompt.messages),
         "answer": prompt.answer,
         "info": dict(prompt.info),
+        "hint": prompt.hint,
     }
 
 

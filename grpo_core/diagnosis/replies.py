@@ -283,7 +283,7 @@ class Diagnosis(Tracker):
 
     def __init__(self, run: RunInfo) -> None:
         self._run = run
-        self._replies = Replies(not run.config["teacher"].get("path"))
+        self._replies = Replies(not run.config.get("scores"))
         self._groups: Sequence[Group] = ()
 
     def rollouts(self, step: int, groups: Sequence[Group]) -> None:

@@ -90,6 +90,7 @@ def _feedback(result: Any, who: str, method: str, mask: Callable[[str], str]) ->
         "left_out": {**result.left_out, **left_out},
         "messages": messages,
         "answer": answer,
+        "hint": None if result.hint is None else well_formed(result.hint),
         "state": _text(result.state, "a state", who, method),
     }
     made: Judgement = attrs.evolve(result, **{**known, **reward})

@@ -19,7 +19,7 @@ A trainer:
     Child                  a process of this machine, which makes an object and answers calls
     SharedMemoryWriter     publishes weights for the engines of this machine
     TorchTrainer, Model, ModelSource, Ranks   the trainer ``torch``, its model, and its processes' collectives
-    needs_of               returns what a loss needs with its options, such as "reference"
+    needs_of               returns what a loss needs with its options, such as "scores.reference"
     rate                   returns the learning rate of a step
     checkpoint_tensors     names of a model's tensors in files
 
@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from grpo_core.contracts.completions import check_request as check_request
     from grpo_core.contracts.incidents import report as report
     from grpo_core.contracts.incidents import reported_to as reported_to
+    from grpo_core.contracts.loss import SCORE as SCORE
     from grpo_core.contracts.loss import needs_of as needs_of
     from grpo_core.contracts.playing import derive_seed as derive_seed
     from grpo_core.contracts.records import Judgement as Judgement

@@ -92,6 +92,9 @@ class SavedRollout(TypedDict):
     turn_tokens: list[Count]
     turn_states: list[str]
     answer: str | None
+    hint: str | None
+    hint_prefix: list[int]
+    hint_ids: list[int]
     turns: Count
     tool_calls: Count
     train: bool
@@ -135,7 +138,7 @@ class SavedRun(TypedDict, total=False):
     fixed: dict[str, Any]
     schedule: SavedSchedule
     start: str
-    teacher: str
+    scores: dict[str, str]
     files: dict[str, str]
 
 
@@ -207,7 +210,7 @@ _TRACKERS = "trackers.json"
 _ROLLOUT = tuple(
     each.name
     for each in attrs.fields(Rollout)
-    if each.name not in ("segments", "fault")  # a group that waits to be trained has no error
+    if each.name not in ("segments", "fault", "tools")  # a group that waits to be trained has no error
 )
 _STAMPS = ("id", "generation_version", "target_version", "attempts")
 _NAME = re.compile(rf"step-(\d{{6,}})({re.escape(REPLACED)})?")

@@ -33,14 +33,17 @@ def check_equal_rewards(*, group_size: int, tolerance: float = 0.0) -> None:
 
 
 def equal_rewards(group: Group, *, tolerance: float = 0.0) -> str | None:
-    """Filter a group whose rewards are all equal: it has no advantages (DAPO, arXiv 2503.14476).
+    """Filter a group whose rewards are all equal, unless the loss learns from hints of its rollouts.
+
+    It has no advantages (DAPO, arXiv 2503.14476).
 
     Args:
         group: a finished group.
         tolerance: rewards that differ by no more than this are equal.
     """
     rewards = [reward for reward in group.rewards if reward is not None]
-    return "its rewards are equal" if equal(rewards, tolerance) else None
+    hinted = any(rollout.hint_ids for rollout in group.rollouts)
+    return "its rewards are equal" if equal(rewards, tolerance) and not hinted else None
 
 
 @frozen

@@ -36,6 +36,7 @@ from attrs import define, evolve, field, frozen
 
 from grpo_core.contracts import events
 from grpo_core.contracts.errors import (
+    ConfigError,
     DataPlaneError,
     DeadlineExceeded,
     GrpoError,
@@ -73,6 +74,7 @@ from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.canary import Canaries
 from grpo_core.loop.dynamic import DynamicSampling, Rejection
 from grpo_core.loop.endings import Failure, TimeLimit
+from grpo_core.loop.hints import Hints
 from grpo_core.loop.metrics import Meter, left_out, task_metrics, times
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
 from grpo_core.loop.rows import check_staleness, make_batch, sampled_versions, shaped_rewards, with_advantages
@@ -190,6 +192,10 @@ class Learning:
     """Shapes the rewards that the advantages compare; None compares the environment's."""
     dynamic: DynamicSampling | None = None
     """Filters groups without a learning signal; None trains all groups."""
+    hints: Hints | None = None
+    """Renders the hints that the loss learns from; None if it learns from none."""
+    needs_hints: bool = False
+    """Whether a run in which no environment hints ends after its first step."""
 
     def with_advantages(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups of a step with their advantages."""
@@ -198,7 +204,8 @@ class Learning:
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """Return metrics of a step's rewards and of the groups filtered since the last one."""
         shaped = shaped_rewards(self.shaping(groups)) if self.shaping is not None else {}
-        return {**shaped, **(self.dynamic.read() if self.dynamic is not None else {})}
+        hinted = self.hints.read() if self.hints is not None else {}
+        return {**shaped, **hinted, **(self.dynamic.read() if self.dynamic is not None else {})}
 
 
 @define(kw_only=True, eq=False)
@@ -250,6 +257,8 @@ class Pipeline:
     canaries: Canaries = field(init=False)
     """The canaries, with the newest version that is proved."""
     _changes: Changes = field(init=False, factory=Changes)
+    _hinted: bool = field(init=False, default=False)
+    """Whether an environment has given a hint."""
     _published: Weights | None = field(init=False, default=None)
     _training: asyncio.Task[None] | None = field(init=False, default=None)
     _writing: asyncio.Task[None] | None = field(init=False, default=None)
@@ -466,6 +475,8 @@ class Pipeline:
                 target_version=slot.target_version,
                 slot=slot.id,
             )
+            if self.learning.hints is not None:
+                group = await self.learning.hints.added(group, self.playing.renderer)
             rejected = None if self.learning.dynamic is None else self.learning.dynamic.rejects(group)
             if rejected is None:
                 self.canaries.finished(group)
@@ -579,6 +590,7 @@ class Pipeline:
             finally:  # the step is done, even if its weights are not published
                 metrics = self._account(groups, batch, result, parts, waited)
         self._check_health(metrics, groups)
+        self._check_hints(groups)
         if self._save_is_due():
             await self._synced()
             if not self._leaving:
@@ -627,6 +639,23 @@ class Pipeline:
         for name, message in left_out(groups).items():
             self.emit(events.WarningRaised(step=self._trained, cause=name, message=message))
         return metrics
+
+    def _check_hints(self, groups: Sequence[Group]) -> None:
+        """Warn once if the loss ignores hints; raise ConfigError if it needs some, and there were none."""
+        given = any(rollout.hint is not None for group in groups for rollout in group.rollouts)
+        if given and not self._hinted and self.learning.hints is None:
+            said = (
+                "environments give hints, from which the loss does not learn: choose one that does, such as "
+                '"self_distillation", or leave them out'
+            )
+            self.emit(events.WarningRaised(step=self._trained, cause="hints", message=said))
+        self._hinted = self._hinted or given
+        if self.learning.needs_hints and not self._hinted:
+            tasks = ", ".join(sorted({group.prompt.environment for group in groups}))
+            raise ConfigError(
+                f"the loss learns from hints, and no rollout of step {self._trained} had one: the "
+                f"environments of {tasks} set neither Prompt.hint nor Feedback.hint"
+            )
 
     def _check_health(self, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         """Warn about metrics beyond their soft limit; raise TrainerError beyond the hard limit.

@@ -42,9 +42,9 @@ def with_advantages(
     Rollouts whose advantage is 0 (all of a group with equal rewards) are not trained: they have no policy
     gradient, and they do not count in the loss's average either (as in DAPO, arXiv 2503.14476, section 3.2,
     but without refilling the batch).  With ``all_rows`` they are trained, because another term of the loss
-    needs them.  Rollouts that are masked (by the advantage function, or because they may not be trained) or
-    have no sampled token are never trained.  The advantages compare shaped rewards, if there is a
-    ``shaping``; the groups keep theirs.
+    needs them, and so are rollouts with a hint from which it learns.  Rollouts that are masked (by the
+    advantage function, or because they may not be trained) or have no sampled token are never trained.  The
+    advantages compare shaped rewards, if there is a ``shaping``; the groups keep theirs.
 
     Raises PluginError if the advantage function returns anything but a finite float, one for each sampled
     token, or None for each rollout.
@@ -67,7 +67,7 @@ def _scored(rollout: Rollout, score: float | Advantages | None, *, all_rows: boo
     if score is None or not rollout.train:
         return evolve(rollout, advantage=None, token_advantages=None, trained=False)
     if isinstance(score, float):
-        trained = (all_rows or score != 0.0) and rollout.n_sampled > 0
+        trained = (all_rows or score != 0.0 or bool(rollout.hint_ids)) and rollout.n_sampled > 0
         return evolve(rollout, advantage=score, token_advantages=None, trained=trained)
     return evolve(rollout, advantage=float(score.mean()), token_advantages=score, trained=True)
 
@@ -108,6 +108,8 @@ def _rows(rollout: Rollout, advantage: float, group: int, number: int) -> Iterat
             rollout=number,
             correct=rollout.right,
             token_advantages=None if isinstance(its, float) else its.astype(np.float32),
+            hint_prefix=rollout.hint_prefix,
+            hint_ids=rollout.hint_ids,
         )
 
 

@@ -117,6 +117,7 @@ class RolloutState:
     """Values that the turns gave, by name."""
     left_out: dict[str, str] = field(factory=dict)
     answer: str | None = None
+    hint: str | None = field(init=False)
     turns: int = 0
     turn_rewards: list[float] = field(factory=list)
     turn_tokens: list[int] = field(factory=list)
@@ -134,7 +135,7 @@ class RolloutState:
     done: bool = False
 
     def __attrs_post_init__(self) -> None:
-        self.messages = self.request.prompt.messages
+        self.messages, self.hint = self.request.prompt.messages, self.request.prompt.hint
 
     def begin(self, opened: SessionStart, prompt_ids: Ids, context: int) -> None:
         self.tools, self.prompt_ids, self.context = opened.tools, prompt_ids, context
@@ -316,6 +317,7 @@ class RolloutState:
                 self.left_out.pop(name, None)
         self.left_out |= feedback.left_out
         self.answer = self.answer if feedback.answer is None else feedback.answer
+        self.hint = self.hint if feedback.hint is None else feedback.hint
         self.train = self.train and feedback.train
         if not feedback.done and self.finish_reason == "stop":
             self.finish_reason = self._limit() or "stop"
@@ -362,6 +364,8 @@ class RolloutState:
             turn_tokens=self.turn_tokens,
             turn_states=self.turn_states if any(self.turn_states) else (),
             answer=self.answer,
+            hint=self.hint,
+            tools=self.tools,
             turns=self.turns,
             tool_calls=self.tool_calls,
             train=self.train and not (self._cut_off and self.sampling.truncated != "train"),

@@ -16,6 +16,7 @@ from grpo_core.plugins.lazy import attach
 if TYPE_CHECKING:
     from grpo_core.contracts.loss import LossSetting as LossSetting
     from grpo_core.contracts.loss import Remark as Remark
+    from grpo_core.contracts.loss import hints_chosen_by as hints_chosen_by
     from grpo_core.contracts.loss import options_checked_by as options_checked_by
     from grpo_core.losses.aggregation import Aggregation as Aggregation
     from grpo_core.losses.aggregation import row_weights as row_weights

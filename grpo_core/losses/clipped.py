@@ -40,7 +40,7 @@ class Kl:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return ("reference", "all_rows") if self.coefficient else ()
+        return ("scores.reference", "all_rows") if self.coefficient else ()
 
 
 def _problems(given: Mapping[str, Any], setting: LossSetting) -> Iterator[str | Remark]:
@@ -97,8 +97,8 @@ def grpo(
         "importance_weight_mean": weights,
         "importance_weight_max": weights,
     }
-    if kl.coefficient and inputs.reference_logprobs is not None:
-        divergence = _kl(policy, inputs.reference_logprobs)
+    if kl.coefficient:
+        divergence = _kl(policy, inputs.scores["reference"])
         losses = losses + kl.coefficient * divergence
         metrics["kl"] = divergence.detach()
     return losses, metrics

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from grpo_core.contracts.loss import LossInputs
@@ -19,8 +19,7 @@ def padded(
     advantages: Tensor,
     proximal_logprobs: Tensor | None = None,
     generation_logprobs: Tensor | None = None,
-    reference_logprobs: Tensor | None = None,
-    teacher_logprobs: Tensor | None = None,
+    scores: Mapping[str, Tensor] | None = None,
     entropy: Tensor | None = None,
     correct: Tensor | None = None,
     prompts: Sequence[int] | None = None,
@@ -37,8 +36,7 @@ def padded(
         proximal_logprobs: logprobs [B, T] of the weights that the step started from; None: the policy itself.
         generation_logprobs: logprobs [B, T] by the engine; None: the proximal ones, which also replace NaN
             (unknown), so that the importance weight is 1.
-        reference_logprobs: logprobs [B, T] by the reference model.
-        teacher_logprobs: logprobs [B, T] by the teacher.
+        scores: logprobs [B, T] by the names of scores, such as "reference".
         entropy: entropies [B, T] of the policy, with gradient or without.
         correct: whether each rollout [B] is right.
         prompts: a number [B] for each row that is equal for the rollouts of one prompt; None: all are of one.
@@ -71,8 +69,7 @@ def padded(
         policy_logprobs=policy,
         proximal_logprobs=proximal,
         generation_logprobs=generation,
-        reference_logprobs=flat(reference_logprobs),
-        teacher_logprobs=flat(teacher_logprobs),
+        scores={name: tensor[picked] for name, tensor in (scores or {}).items()},
         entropy=entropies,
         advantages=given,
         rows=rows,

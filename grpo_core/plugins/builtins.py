@@ -46,7 +46,9 @@ def grpo_engines() -> Mapping[str, EngineOffer]:
 def grpo_trainers() -> Mapping[str, TrainerOffer]:
     return {
         "torch": TrainerOffer(
-            "grpo_core.training.process:ProcessTrainer", memory="grpo_core.training.memory:trainer_parts"
+            "grpo_core.training.process:ProcessTrainer",
+            memory="grpo_core.training.memory:trainer_parts",
+            scores=("start", "current", "ema", "model"),
         )
     }
 

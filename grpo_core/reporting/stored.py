@@ -43,7 +43,7 @@ LARGEST = 100_000
 OF_ROLLOUT = {
     each.name: "reply_answer" if each.name == "answer" else each.name  # "answer" is the prompt's answer
     for each in fields(Rollout)
-    if each.name not in ("segments", "token_advantages", "fault")
+    if each.name not in ("segments", "token_advantages", "fault", "tools")
 }
 """Fields of a rollout that a line of texts has, with their names there: the arrays have the others, and
 ``error`` says what the fault does."""
@@ -224,6 +224,7 @@ def _of_prompt(prompt: Prompt) -> dict[str, Any]:
     return {
         "answer": shortened(str(prompt.answer), LARGEST) if why else prompt.answer,
         "info": info,
+        "prompt_hint": prompt.hint,
         **({"not_stored": {"answer": why, "info": lacks}} if why or lacks else {}),
     }
 
@@ -290,6 +291,7 @@ def _prompt(line: Mapping[str, Any]) -> Prompt:
         id=line["prompt"],
         environment=line["task"],
         info=info,
+        hint=line["prompt_hint"],
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 import numpy as np
+from attrs import evolve
 
 from grpo_core.contracts.records import Row
 
@@ -35,6 +36,18 @@ def length(row: Row) -> int:
         return len(row.prompt_ids) + sampled.size - 1
     indices = np.flatnonzero(sampled)
     return len(row.prompt_ids) + int(indices[-1]) if indices.size else 0
+
+
+def in_hinted_context(row: Row) -> Row | None:
+    """Return a row whose prompt has its hint, to be scored and never trained; None if it has no hint.
+
+    Everything after the first prompt stays as it is, in later segments as well.
+    """
+    own = row.prompt_ids[: len(row.hint_prefix)]
+    if not len(row.hint_ids) or not np.array_equal(own, row.hint_prefix):
+        return None
+    rest = row.prompt_ids[len(row.hint_prefix) :]
+    return evolve(row, prompt_ids=np.concatenate([row.hint_ids, rest]))
 
 
 def of_several_rows(rows: Sequence[Row]) -> list[list[int]]:

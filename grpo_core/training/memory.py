@@ -7,13 +7,22 @@ at the end of the first update, so a trainer that does not fit may still start.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from grpo_core.config import ScoreConfig
 from grpo_core.contracts.records import MemoryPart
 
 FLOAT32 = 4
 """Bytes of a parameter, of its gradient, and of each of AdamW's moments."""
 PUBLISHED = "published weights"
-TEACHER = "teacher"
+MODELS = "scoring models"
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def kept_weights(scores: Mapping[str, ScoreConfig]) -> tuple[str, ...]:
+    """Return the names of the weights that a trainer keeps: "start", and the name of each "ema"."""
+    start = {"start" for each in scores.values() if each.weights == "start"}
+    return tuple(sorted(start | {name for name, each in scores.items() if each.weights == "ema"}))
 
 
 def trainer_parts(
@@ -27,8 +36,8 @@ def trainer_parts(
     dtype: str,
     device: str,
     on_device: bool,
-    reference: bool,
-    teacher: int = 0,
+    kept: int,
+    models: int = 0,
 ) -> list[MemoryPart]:
     """Return the parts that the number of parameters determines: a run needs all of them.
 
@@ -42,13 +51,13 @@ def trainer_parts(
         dtype: dtype of the weights that engines receive.
         device: "host" or a GPU.
         on_device: whether the trainer keeps published weights on its device.
-        reference: whether the loss needs logprobs of a reference; adapters need no second model for it.
-        teacher: bytes of the teacher's weights; 0 without a teacher.
+        kept: copies of the weights that score (``ModelSource.kept``); adapters need no second model for them.
+        models: bytes of the weights of other models that score.
     """
     changed = FLOAT32 * trained
     adapters = trained != parameters
     on_host = not on_device or device == "host"
-    kept = optimizer or 0
+    state = optimizer or 0
     smaller = "a smaller model"
     fewer = "model.lora.rank" if adapters else smaller
     leaner = 'optimizer.name = "adamw_8bit" or "muon"'
@@ -57,9 +66,9 @@ def trainer_parts(
         MemoryPart(name="gradients", nbytes=changed, device=device, change=fewer),
         MemoryPart(
             name="optimizer",
-            nbytes=kept,
+            nbytes=state,
             device=device,
-            change=leaner if kept >= 2 * changed else fewer,
+            change=leaner if state >= 2 * changed else fewer,
         ),
         MemoryPart(
             name=PUBLISHED,
@@ -70,19 +79,19 @@ def trainer_parts(
     ]
     if adapters:
         parts.append(MemoryPart(name="adapters", nbytes=changed, device=device, change=fewer))
-    elif reference:
+    elif kept:
         parts.append(
             MemoryPart(
-                name="reference",
-                nbytes=FLOAT32 * parameters,
+                name="kept weights",
+                nbytes=FLOAT32 * parameters * kept,
                 device=device,
-                change="a loss without a reference",
+                change="a loss with fewer scores",
             )
         )
-    if teacher:
-        change = 'a smaller teacher, teacher.dtype = "bfloat16"'
-        parts.append(MemoryPart(name=TEACHER, nbytes=teacher, device=device, change=change))
+    if models:
+        change = 'scores of a smaller model, its dtype = "bfloat16"'
+        parts.append(MemoryPart(name=MODELS, nbytes=models, device=device, change=change))
     if device != "host":
-        copied = max(changed, kept)  # a checkpoint's weights, then the state of the optimizer
+        copied = max(changed, state)  # a checkpoint's weights, then the state of the optimizer
         parts.append(MemoryPart(name="checkpoint copy", nbytes=copied, certain=False, change=fewer))
     return parts

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -44,10 +44,8 @@ class MicroBatch:
     """Factor [N] of each token's loss in the update's loss, float64."""
     proximal_logprobs: Tensor | None = None
     """Logprobs [N] by the weights that the step starts from; None if this update starts there."""
-    reference_logprobs: Tensor | None = None
-    """Logprobs [N] by the frozen reference; None if the loss does not need them."""
-    teacher_logprobs: Tensor | None = None
-    """Logprobs [N] by the teacher; None if the loss does not need them."""
+    scores: Mapping[str, Tensor] = field(factory=dict)
+    """Logprobs [N] of each score that the loss needs."""
     packed: tuple[Part, ...] = ()
     """The parts that the rows consist of, if they are packed."""
 

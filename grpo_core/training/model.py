@@ -15,7 +15,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor, nn
 
-from grpo_core.config import ModelConfig, TeacherConfig
+from grpo_core.config import ModelConfig, ScoreConfig
 from grpo_core.contracts.errors import ModelError
 from grpo_core.contracts.records import Canary
 from grpo_core.models import files
@@ -45,10 +45,8 @@ class ModelSource:
     config: ModelConfig
     device: torch.device
     passes: Passes = field(factory=Passes)
-    reference: bool = False
-    """Whether ``reference_logprobs`` will be called."""
-    moves_reference: bool = False
-    """Whether ``refresh_reference`` will be called."""
+    kept: tuple[str, ...] = ()
+    """Names of other weights that score: "start", and those that ``refresh`` will move."""
     seed: int = 0
     """Seed of parameters that begin at random."""
     ranks: Ranks = field(factory=Alone)
@@ -98,7 +96,7 @@ class Model(Protocol):
         ...
 
     def weights(self) -> Iterator[Tensor]:
-        """The tensors that stay between two steps: all parameters, including the reference model's."""
+        """The tensors that stay between two steps: all parameters, including those of other weights."""
         ...
 
     def score(
@@ -110,23 +108,23 @@ class Model(Protocol):
         """
         ...
 
-    def reference_logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
-        """Return logprobs [N] of the sampled tokens by the reference, without gradient.
+    def kept_logprobs(self, name: str, micro: MicroBatch, temperature: float) -> Tensor:
+        """Return logprobs [N] of the sampled tokens by the weights ``name``, without gradient.
 
-        The reference has the run's first weights, unless it was refreshed.
+        They are the run's first weights, unless they were refreshed.
         """
         ...
 
-    def refresh_reference(self, share: float) -> None:
-        """Move the reference toward the trained weights by ``share``; 1 copies them."""
+    def refresh(self, name: str, share: float) -> None:
+        """Move the weights ``name`` toward the trained ones by ``share``; 1 copies them."""
         ...
 
-    def saved_reference(self) -> Mapping[str, Tensor]:
-        """The tensors of a reference that has moved; ``restore_reference`` takes them."""
+    def saved_kept(self) -> Mapping[str, Tensor]:
+        """The tensors of weights that move, by NAME/PARAMETER; ``restore_kept`` takes them."""
         ...
 
-    def restore_reference(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue with a reference that has been saved."""
+    def restore_kept(self, tensors: Mapping[str, Tensor]) -> None:
+        """Continue with weights that have been saved; the others stay as they are."""
         ...
 
     def next_tokens(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Canary, ...]:
@@ -151,11 +149,11 @@ class Model(Protocol):
 
 
 class FullModel:
-    """Trains, publishes and saves all weights; the reference is a second, frozen copy of the start.
+    """Trains, publishes and saves all weights; other weights that score are frozen copies of the start.
 
     Args:
         policy: the model that is trained.
-        reference: the frozen copy; None if ``reference_logprobs`` is never called.
+        kept: the frozen copies by name.
         tokenizer: is saved with the weights.
 
     Raises ModelError if the tensors cannot be published; see ``checkpoint_tensors``.
@@ -166,11 +164,11 @@ class FullModel:
     def __init__(
         self,
         policy: Scorer,
-        reference: Scorer | None = None,
+        kept: Mapping[str, Scorer],
         *,
         tokenizer: SavedTokenizer,
     ) -> None:
-        self.policy, self.reference = policy, reference
+        self.policy, self.kept = policy, kept
         self._tokenizer = tokenizer
         self._named = list(policy.module.named_parameters())  # tied tensors once
         self._addresses: list[int] = []
@@ -187,18 +185,17 @@ class FullModel:
             return source.scorer(source.load(path))
 
         policy = scorer(source.saved or source.start)
-        reference = scorer(source.start) if source.reference else None
-        if reference is not None:
-            reference.module.requires_grad_(False)
-        return cls(policy, reference, tokenizer=source.tokenizer())
+        kept = {name: scorer(source.start) for name in source.kept}
+        for each in kept.values():
+            each.module.requires_grad_(False)
+        return cls(policy, kept, tokenizer=source.tokenizer())
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         return self._named
 
     def weights(self) -> Iterator[Tensor]:
-        for scorer in (self.policy, self.reference):
-            if scorer is not None:
-                yield from scorer.module.parameters()
+        for scorer in (self.policy, *self.kept.values()):
+            yield from scorer.module.parameters()
 
     def score(
         self, micro: MicroBatch, temperature: float, *, entropy_gradient: bool = False
@@ -206,25 +203,28 @@ class FullModel:
         return self.policy.score(micro, temperature, entropy_gradient=entropy_gradient)
 
     @torch.no_grad()
-    def reference_logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
-        assert self.reference is not None, "the model was built without a reference"
-        return self.reference.score(micro, temperature)[0]
+    def kept_logprobs(self, name: str, micro: MicroBatch, temperature: float) -> Tensor:
+        return self.kept[name].score(micro, temperature)[0]
 
     @torch.no_grad()
-    def refresh_reference(self, share: float) -> None:
-        assert self.reference is not None, "the model was built without a reference"
-        parameters = zip(self.reference.module.parameters(), self.policy.module.parameters(), strict=True)
+    def refresh(self, name: str, share: float) -> None:
+        parameters = zip(self.kept[name].module.parameters(), self.policy.module.parameters(), strict=True)
         for mine, trained in parameters:
             mine.lerp_(trained, share)
 
-    def saved_reference(self) -> Mapping[str, Tensor]:
-        assert self.reference is not None, "the model was built without a reference"
-        return dict(self.reference.module.named_parameters())
+    def saved_kept(self) -> Mapping[str, Tensor]:
+        return {
+            f"{name}/{parameter}": tensor
+            for name, scorer in self.kept.items()
+            if name != "start"
+            for parameter, tensor in scorer.module.named_parameters()
+        }
 
     @torch.no_grad()
-    def restore_reference(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, parameter in self.saved_reference().items():
-            parameter.copy_(tensors[name])
+    def restore_kept(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.saved_kept().items():
+            if name in tensors:
+                parameter.copy_(tensors[name])
 
     def next_tokens(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Canary, ...]:
         return self.policy.next_tokens(prompts)
@@ -370,7 +370,7 @@ class Scorer:
         return torch.autocast(self.device.type, torch.bfloat16)
 
 
-def compute_dtype(config: ModelConfig | TeacherConfig, device: torch.device, size: int = 0) -> torch.dtype:
+def compute_dtype(config: ModelConfig | ScoreConfig, device: torch.device, size: int = 0) -> torch.dtype:
     """Return the dtype of the matrix products of a model with ``size`` parameters; 0: a small one."""
     dtype: torch.dtype = getattr(
         torch, files.computed_dtype(config.dtype, size, on_gpu=device.type == "cuda")

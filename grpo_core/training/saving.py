@@ -19,8 +19,8 @@ from grpo_core.training.state_files import disk_errors, read_about, read_state, 
 
 _MODEL = "model/"
 """Prefix of the names of the model's own tensors in a saved state."""
-_REFERENCE = "reference/"
-"""Prefix of the names of the tensors of a moving reference."""
+_KEPT = "kept/"
+"""Prefix of the names of the tensors of other weights, which move."""
 _RNG, _RNG_CUDA = "rng", "rng_cuda"
 """Names of the first rank's random states; other ranks append a slash and their number."""
 
@@ -37,7 +37,6 @@ class Checkpointer:
         ranks: each saves its part.
         device: of the trainer.
         entropy: the control of an entropy bonus, if the loss has one.
-        moves_reference: whether the reference is refreshed, so that it has to be saved.
         readable: returns a readable tensor for a tensor that is elsewhere.
     """
 
@@ -49,11 +48,10 @@ class Checkpointer:
         ranks: Ranks,
         device: torch.device,
         entropy: EntropyControl | None,
-        moves_reference: bool,
         readable: Callable[[Tensor], Tensor],
     ) -> None:
         self._model, self._optimizers, self._ranks, self._device = model, optimizers, ranks, device
-        self._entropy, self._moves_reference = entropy, moves_reference
+        self._entropy = entropy
         self._chosen = None if entropy is None else entropy.coefficient
         self._readable = readable
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -64,8 +62,7 @@ class Checkpointer:
         self.settled()
         model = {f"{_MODEL}{name}": tensor for name, tensor in self._model.saved().items()}
         state, about = self._optimizers.saved()
-        if self._moves_reference:
-            state |= {f"{_REFERENCE}{name}": t for name, t in self._model.saved_reference().items()}
+        state |= {f"{_KEPT}{name}": t for name, t in self._model.saved_kept().items()}
         mine = {**model, **self._ranks.dealt(state), **self._random()}
         state = {name: self._readable(t) for name, t in mine.items()}
         about["version"] = version
@@ -126,17 +123,16 @@ class Checkpointer:
     def _resume(self, directory: Path) -> int:
         by_name = dict(self._model.trainable())
         about = read_about(directory / "optimizer")
-        state, reference, random = {}, {}, {}
+        state, kept, random = {}, {}, {}
         for name, tensor in read_state(directory / "optimizer"):
-            if name.startswith(_REFERENCE):
-                reference[name.removeprefix(_REFERENCE)] = tensor
+            if name.startswith(_KEPT):
+                kept[name.removeprefix(_KEPT)] = tensor
             elif name.partition("/")[0] in (_RNG, _RNG_CUDA):
                 random[name] = tensor
             else:
                 state[name] = self._ranks.part(tensor, by_name[name.rpartition("/")[0]])
         self._restore_random(random, about["files"])
-        if reference and self._moves_reference:
-            self._model.restore_reference(reference)
+        self._model.restore_kept(kept)
         self._optimizers.restore(state, about, self._device)
         if self._entropy is not None and "entropy" in about:
             coefficient, self._entropy.measured, chosen = about["entropy"]

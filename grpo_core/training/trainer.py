@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self
@@ -19,10 +19,10 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from grpo_core.config.run import TrainerSetup
+from grpo_core.config.run import ScoreConfig, TrainerSetup, needed_scores
 from grpo_core.contracts import loss as losses
 from grpo_core.contracts.errors import PluginError, TrainerError
-from grpo_core.contracts.records import Batch, StepResult, Weights
+from grpo_core.contracts.records import Batch, Row, StepResult, Weights
 from grpo_core.engines.addresses import is_loopback
 from grpo_core.loop.schedule import schedule
 from grpo_core.losses.aggregation import row_weights
@@ -33,11 +33,12 @@ from grpo_core.plugins.loading import load_object
 from grpo_core.plugins.transports import find_transport
 from grpo_core.processes import cpu
 from grpo_core.processes.cores import thread_count
-from grpo_core.training.batching import microbatches, of_several_rows, packs
+from grpo_core.training.batching import in_hinted_context, length, microbatches, of_several_rows, packs
 from grpo_core.training.budget import fitting, overhead, token_budget
 from grpo_core.training.building import trained_section
 from grpo_core.training.digest import Digests
 from grpo_core.training.loss_output import checked
+from grpo_core.training.memory import kept_weights
 from grpo_core.training.microbatch import MicroBatch, collate, without_rows
 from grpo_core.training.model import FullModel, Model, ModelSource, compute_dtype
 from grpo_core.training.optimization import Optimization, divided
@@ -47,7 +48,7 @@ from grpo_core.training.plan import Layout, Share, shares, with_tokens
 from grpo_core.training.profiling import StepProfiler, part, taken_parts
 from grpo_core.training.ranks import Alone, Ranks
 from grpo_core.training.saving import Checkpointer
-from grpo_core.training.teacher import Teacher, check_vocabulary
+from grpo_core.training.scores import FrozenModel, Scores, check_vocabulary
 from grpo_core.training.totals import Totals, off_policy, signal
 from grpo_core.training.update import Update
 from grpo_core.weights.publishing import Writer, whole
@@ -74,11 +75,11 @@ class TorchTrainer:
         setup: what the trainer is made from.
 
     Raises:
-        ModelError: the model or the teacher cannot be loaded.
+        ModelError: the model or one that scores cannot be loaded.
         PluginError: the loss or the optimizer cannot be found or does not accept its options.
         CheckpointError: ``setup.resume_from`` cannot be resumed.
         ConfigError: torch cannot use the device, engines could not reach the trainer, a group of the
-            optimizer has no parameter, or the teacher has another vocabulary.
+            optimizer has no parameter, or a model that scores has another vocabulary.
     """
 
     def __init__(self, setup: TrainerSetup) -> None:
@@ -99,20 +100,22 @@ class TorchTrainer:
             self._entropy = EntropyControl.of(self._loss.function, self._loss.options)
         if setup.prepare is not None:
             self._ranks.in_turn(setup.prepare)  # the first one makes the model
-        if "teacher" in self._needs:
-            check_vocabulary(setup.model, setup.teacher)
+        chosen_scores = needed_scores(setup.scores, self._needs)
+        for name, score in chosen_scores.items():
+            if score.model:
+                check_vocabulary(setup.model, name, score)
         resume = Path(setup.resume_from) if setup.resume_from else None
         passes = self.passes()
         slow = self._config.packing == "auto" and not packs_well(setup.model.dtype, self.device)
         if slow or setup.model.attention:  # packing sets its own attention
             passes = evolve(passes, packing=False)
         try:
-            self.model, self._teacher = self._models(resume, passes)
+            self.model, self._scores = self._models(chosen_scores, resume, passes)
         except PackingError:
             if self._config.packing != "auto":
                 raise
             passes = evolve(passes, packing=False)
-            self.model, self._teacher = self._models(resume, passes)
+            self.model, self._scores = self._models(chosen_scores, resume, passes)
         computed = compute_dtype(setup.model, self.device, self.model.parameters)
         sent = published_dtype(str(computed).removeprefix("torch."), setup.engine_dtype)
         self._published: torch.dtype = getattr(torch, sent)
@@ -128,14 +131,12 @@ class TorchTrainer:
             divided(self._named, chosen, self._config),
         )
         self._digests = Digests(self._named, self.optimizers, ranks=self._ranks, device=self.device)
-        self._moves_reference = "reference" in self._needs and self._config.reference_every > 0
         self._saving = Checkpointer(
             self.model,
             self.optimizers,
             ranks=self._ranks,
             device=self.device,
             entropy=self._entropy,
-            moves_reference=self._moves_reference,
             readable=self.readable,
         )
         self._freed = cpu.FreedMemory()
@@ -179,24 +180,25 @@ class TorchTrainer:
 
     # ------------------------------------------------------------------------------ the parts
 
-    def _models(self, resume: Path | None, passes: Passes) -> tuple[Model, Teacher | None]:
-        """Make the model, from the setup or from a checkpoint, and the teacher if the loss needs one."""
+    def _models(
+        self, scores: Mapping[str, ScoreConfig], resume: Path | None, passes: Passes
+    ) -> tuple[Model, Scores]:
+        """Make the model, from the setup or from a checkpoint, and what scores the sampled tokens."""
         source = ModelSource(
             start=self.setup.model.path,
             saved=resume / "trainer" if resume else None,
             config=self.setup.model,
             device=self.device,
             passes=passes,
-            reference="reference" in self._needs,
-            moves_reference=self._config.reference_every > 0,
+            kept=kept_weights(scores),
             seed=self.setup.seed,
             ranks=self._ranks,
         )
         section = trained_section(self.setup)
         model = self.build(source) if section is None else section.build_model(source)
-        teacher = Teacher(self.setup.teacher, self.device, passes) if "teacher" in self._needs else None
+        others = {name: FrozenModel(each, self.device, passes) for name, each in scores.items() if each.model}
         cpu.return_freed_memory()  # the memory of weights that have moved to a GPU
-        return model, teacher
+        return model, Scores(scores, model, others)
 
     def description(self) -> dict[str, Any]:
         """Describe the trainer to its parent process."""
@@ -250,9 +252,9 @@ class TorchTrainer:
         for number, (indices, update) in enumerate(zip(divided, updates, strict=True)):
             self._update(Update.of(share, number, indices), update, totals)
         self.version += 1
-        if self._moves_reference and self.version % self._config.reference_every == 0:
+        if due := self._scores.due(self.version):
             self._saving.settled()  # a step without a finite gradient has not waited
-            self.model.refresh_reference(self._config.reference_mix)
+            self._scores.refresh(due)
         metrics = totals.metrics(self._ranks)
         with part("fingerprints"):
             digest = self._digests.taken() if self._config.fingerprints else None
@@ -299,8 +301,23 @@ class TorchTrainer:
         mine = [i for i, index in enumerate(indices) if index in share.rows]
         rows = [share.rows[indices[i]] for i in mine]
         together = of_several_rows(rows) if self.layout.together else []
+        return self._collated(rows, [weights[i] for i in mine], together)
+
+    def _collated(
+        self,
+        rows: Sequence[Row],
+        weights: Sequence[float] | None = None,
+        together: Sequence[Sequence[int]] = (),
+    ) -> list[MicroBatch]:
+        """Lay rows out in micro-batches, as many as the other ranks have.
+
+        Args:
+            rows: of this rank.
+            weights: factor of the losses of each row's tokens.
+            together: indices of rows that are a micro-batch each time.
+        """
         alone = sorted(set(range(len(rows))).difference(*together))
-        lengths = [facts[mine[i]].length for i in alone]
+        lengths = [length(rows[i]) for i in alone]
         prompts = [(rows[i].prompt_ids.tobytes(), len(rows[i].prompt_ids)) for i in alone]
         if self.layout.packed:
             divided = packs(lengths, prompts, self._budget)
@@ -310,7 +327,7 @@ class TorchTrainer:
             collate(
                 [rows[i] for i in part],
                 self.device,
-                weights=[weights[mine[i]] for i in part],
+                weights=None if weights is None else [weights[i] for i in part],
                 packed=self.layout.packed,
             )
             for part in [*together, *([alone[i] for i in part] for part in divided)]
@@ -346,20 +363,64 @@ class TorchTrainer:
 
     @torch.no_grad()
     def _scored(self, update: Sequence[MicroBatch], number: int, temperature: float) -> list[MicroBatch]:
-        """Return the micro-batches with logprobs by the step's first weights, the reference and the teacher.
+        """Return the micro-batches with logprobs by the step's first weights, and with scores.
 
         The first update needs no pass for the step's first weights: its forward pass uses them.
+        Raises TrainerError if a score is NaN.
         """
-        proximal, reference = number > 0 and self._config.proximal == "recompute", "reference" in self._needs
+        scores: dict[str, list[Tensor]] = {}
+        for name, chosen in self._scores.chosen.items():
+            scores[name], wrong = (self._hinted if chosen.hint else self._plain)(name, update, temperature)
+            if total := sum(self._ranks.gathered(wrong)):
+                raise TrainerError(
+                    f"step {self.version}: the score {name!r} by the weights {chosen.weights!r} is NaN for "
+                    f"{total} tokens; the weights are unchanged by it. Look at these weights, or resume from "
+                    "an earlier checkpoint"
+                )
+        proximal = number > 0 and self._config.proximal == "recompute"
         return [
             evolve(
                 micro,
                 proximal_logprobs=self.model.score(micro, temperature)[0] if proximal else None,
-                reference_logprobs=self.model.reference_logprobs(micro, temperature) if reference else None,
-                teacher_logprobs=self._teacher.logprobs(micro, temperature) if self._teacher else None,
+                scores={name: of_update[i] for name, of_update in scores.items()},
             )
-            for micro in update
+            for i, micro in enumerate(update)
         ]
+
+    def _plain(self, name: str, update: Sequence[MicroBatch], temperature: float) -> tuple[list[Tensor], int]:
+        """Return a score of each micro-batch, and its number of NaN."""
+        found = [self._scores.logprobs(name, micro, temperature) for micro in update]
+        return found, sum(
+            int(each.isnan().sum()) for each, micro in zip(found, update, strict=True) if micro.rows
+        )
+
+    def _hinted(
+        self, name: str, update: Sequence[MicroBatch], temperature: float
+    ) -> tuple[list[Tensor], int]:
+        """Return a score of each micro-batch in the hinted context, and its number of NaN.
+
+        Rows without a hint cost no pass: their tokens are NaN, which is not counted.
+        """
+        contexts = {id(row): in_hinted_context(row) for micro in update for row in micro.rows}
+        hinted = {key: row for key, row in contexts.items() if row is not None}
+        places = {id(row): key for key, row in hinted.items()}
+        found: dict[int, Tensor] = {}
+        for micro in self._collated(list(hinted.values())):
+            scored = self._scores.logprobs(name, micro, temperature)
+            if micro.rows:
+                parts = torch.split(scored, [row.tokens.n_sampled for row in micro.rows])
+                found |= {places[id(row)]: part for row, part in zip(micro.rows, parts, strict=True)}
+        scores = []
+        for micro in update:
+            score = torch.full_like(micro.generation_logprobs, torch.nan)
+            begin = 0
+            for row in micro.rows:
+                end = begin + row.tokens.n_sampled
+                if id(row) in found:
+                    score[begin:end] = found[id(row)]
+                begin = end
+            scores.append(score)
+        return scores, sum(int(part.isnan().sum()) for part in found.values())
 
     def _update(self, about: Update, update: Sequence[MicroBatch], totals: Totals) -> None:
         share, number = about.share, about.number
@@ -429,7 +490,7 @@ class TorchTrainer:
         with part("backward"):
             torch.autograd.backward(outputs, [gradient.where(kept, 0.0) for gradient in gradients])
         metrics = {"loss": loss, "entropy": entropy, **metrics}
-        if self._teacher is None:  # it is a signal in addition to the advantages
+        if not self._scores.signal:  # it is in addition to the advantages
             metrics |= signal(gradients[0], micro.advantages, micro.weights.to(per_token.dtype))
         totals.add({name: values.detach().where(kept, 0.0) for name, values in metrics.items()})
         return bad
@@ -476,8 +537,7 @@ class TorchTrainer:
             policy_logprobs=logprobs,
             proximal_logprobs=generation if self._config.proximal == "generation" else start,
             generation_logprobs=generation,
-            reference_logprobs=micro.reference_logprobs,
-            teacher_logprobs=micro.teacher_logprobs,
+            scores=micro.scores,
             entropy=entropy,
             entropy_coefficient=about.entropy_coefficient,
             advantages=micro.advantages,

@@ -36,7 +36,7 @@ def main() -> None:
         home = Path(scratch)
         found = accuracies(home / "teacher", "trainer.steps=250", "validation.every=50")
         print(f"teacher: {found[0]:.1%} -> {found[-1]:.1%}")
-        taught = ["loss.name=distillation", f"teacher.path={home / 'teacher'}"]
+        taught = ["loss.name=distillation", f"scores.teacher.weights={home / 'teacher'}"]
         for seed in range(seeds):
             student = ["model.options.width=48", "trainer.steps=100", "trainer.lr=1e-3", f"seed={seed}"]
             distilled = accuracies(home / f"distilled-{seed}", *student, *taught)

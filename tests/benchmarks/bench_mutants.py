@@ -33,6 +33,7 @@ TESTS = [
     "aio",
     "buffer",
     "pipeline",
+    "hints",
     "kept_work",
     "saves",
     "rollout",

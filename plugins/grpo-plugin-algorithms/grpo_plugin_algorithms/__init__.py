@@ -13,7 +13,7 @@ def grpo_config_sections() -> dict[str, type]:
 
 @grpo.hookimpl
 def grpo_losses() -> dict[str, grpo.Offer | str]:
-    names = ("distillation", "gspo", "cispo", "sapo", "reinforce")
+    names = ("distillation", "self_distillation", "gspo", "cispo", "sapo", "vespo", "dppo", "reinforce")
     further = {name: f"grpo_plugin_algorithms.losses:{name}" for name in names}
     return {"grpo": grpo.Offer("grpo_plugin_algorithms.losses:grpo", extends_core=True), **further}
 

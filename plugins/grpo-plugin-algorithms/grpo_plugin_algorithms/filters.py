@@ -18,6 +18,8 @@ def pass_rate(
 ) -> str | None:
     """Drop a group whose success rate is outside of a band.
 
+    A group below it is trained if the loss learns from hints of its rollouts.
+
     Args:
         group: a finished group.
         low: smallest success rate that is trained.
@@ -29,7 +31,7 @@ def pass_rate(
     if not done:
         return "none of its rollouts has a reward"
     rate = fmean(done)
-    if not advantages.reaches(rate, low):
+    if not advantages.reaches(rate, low) and not any(rollout.hint_ids for rollout in group.rollouts):
         return f"its pass rate {rate:.3g} is below {low:g}"
     return None if advantages.reaches(high, rate) else f"its pass rate {rate:.3g} is above {high:g}"
 

@@ -46,7 +46,7 @@ class Kl:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return ("reference", "all_rows") if self.coefficient else ()
+        return ("scores.reference", "all_rows") if self.coefficient else ()
 
     def of_reward(self, inputs: LossInputs, reference: Tensor) -> Tensor:
         """Return the estimate [N] of a penalty of the reward, without gradient."""

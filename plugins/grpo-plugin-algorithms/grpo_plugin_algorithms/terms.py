@@ -10,7 +10,7 @@ from attrs import evolve, field, frozen
 
 from grpo_core import needs
 from grpo_core.losses import IDLE_CLIP, LossSetting, Remark, options_checked_by
-from grpo_plugin_algorithms.corrections import Correction, Off
+from grpo_plugin_algorithms.corrections import Correction, Off, TokenTruncate
 from grpo_plugin_algorithms.kl import Kl, kl_estimate, score_weights
 from grpo_plugin_algorithms.ranges import FACTOR, FINITE, POSITIVE, Range, check_idle
 from grpo_plugin_algorithms.tensors import means
@@ -46,13 +46,13 @@ class Teacher:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return ("teacher", "all_rows") if self.coefficient else ()
+        return ("scores.teacher", "all_rows") if self.coefficient else ()
 
     def advantages(self, inputs: LossInputs, metrics: dict[str, Tensor]) -> Tensor:
         """Weight the advantages of rewards, and add the advantages of the teacher."""
         advantages = self.reward_coefficient * inputs.advantages
-        if self.coefficient and self.acts_on == "advantage" and inputs.teacher_logprobs is not None:
-            difference = inputs.teacher_logprobs - inputs.proximal_logprobs.detach()
+        if self.coefficient and self.acts_on == "advantage":
+            difference = inputs.scores["teacher"] - inputs.proximal_logprobs.detach()
             metrics["teacher_kl"] = -difference
             if self.clip is not None:
                 difference = difference.clamp(-self.clip, self.clip)
@@ -187,8 +187,8 @@ def prepare(
     inputs = evolve(inputs, advantages=teacher.advantages(inputs, metrics))
     highest = mask.highest(inputs)
     kept = mask.kept(inputs, highest, metrics)
-    if kl.coefficient and kl.acts_on == "reward" and inputs.reference_logprobs is not None:
-        metrics["kl"] = kl.of_reward(inputs, inputs.reference_logprobs)
+    if kl.coefficient and kl.acts_on == "reward":
+        metrics["kl"] = kl.of_reward(inputs, inputs.scores["reference"])
         inputs = evolve(inputs, advantages=inputs.advantages - kl.coefficient * metrics["kl"])
     return Prepared(inputs=inputs, weights=weights, kept=kept, highest=highest, metrics=metrics)
 
@@ -219,13 +219,13 @@ def with_terms(
     policy = inputs.policy_logprobs
     if given.kept is not None:
         losses = losses.where(given.kept, 0.0)
-    if kl.coefficient and kl.acts_on == "loss" and inputs.reference_logprobs is not None:
-        divergence = kl.of_loss(inputs, inputs.reference_logprobs, ratio)
+    if kl.coefficient and kl.acts_on == "loss":
+        divergence = kl.of_loss(inputs, inputs.scores["reference"], ratio)
         losses = losses + kl.coefficient * divergence
         more["kl"] = divergence.detach()
-    if teacher.coefficient and teacher.acts_on == "loss" and inputs.teacher_logprobs is not None:
+    if teacher.coefficient and teacher.acts_on == "loss":
         divergence = kl_estimate(
-            policy, inputs.teacher_logprobs, input_clamp=teacher.clip, weights=score_weights(policy)
+            policy, inputs.scores["teacher"], input_clamp=teacher.clip, weights=score_weights(policy)
         )
         losses = losses + teacher.coefficient * divergence
         more["teacher_kl"] = divergence.detach()
@@ -269,7 +269,10 @@ def checked(*, has_ratio: bool = True, **ranges: Range) -> Callable[[_Loss], _Lo
                 if problem := range.problem(name, given.get(name)):
                     yield problem
             full = {**defaults, **given}
-            yield from _problems(given, full["correction"], full["kl"], setting, full["on_policy"], has_ratio)
+            correction = full.get("correction", TokenTruncate())  # a loss without one corrects in its own way
+            yield from _problems(
+                given, correction, full["kl"], setting, full.get("on_policy", False), has_ratio
+            )
 
         return options_checked_by(check)(needs("all_rows", when="nll_coefficient")(loss))
 

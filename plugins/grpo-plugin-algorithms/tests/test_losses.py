@@ -86,7 +86,9 @@ def one_thread() -> Iterator[None]:
 def cases() -> list[Any]:
     made = [(grpo, options) for options in SHARED]
     made += [(loss, {}) for loss in NAMED if loss is not grpo]
-    made += [(further.distillation, {})]
+    others = (further.distillation, further.self_distillation, further.vespo, further.dppo)
+    made += [(loss, {}) for loss in others]
+    made += [(further.vespo, ALL_TERMS), (further.self_distillation, {"teach": "mix", "on_policy": True})]
     made += [(loss, ALL_TERMS) for loss in NAMED]
     made += [(grpo, options) for options in (*CORRECTED, {"on_policy": True}, {"ratio_cap": 1.1})]
     made += [(grpo, {"ratio": SequenceToken(), "dual_clip": 1.1})]
@@ -386,12 +388,12 @@ def test_needs_follow_from_the_options() -> None:
     assert needs_of(grpo, {"ratio": Sequence()}) == {"sequences"}
     assert needs_of(grpo, {"correction": GeometricMask()}) == {"sequences"}
     assert needs_of(grpo, {"mask": Mask(off_policy_limit=0.1)}) == {"sequences"}
-    assert needs_of(grpo, {"kl": Kl(coefficient=0.1)}) == {"reference", "all_rows"}
+    assert needs_of(grpo, {"kl": Kl(coefficient=0.1)}) == {"scores.reference", "all_rows"}
     assert needs_of(grpo, {"entropy": Entropy(coefficient=0.1)}) == {"entropy", "all_rows"}
     assert needs_of(grpo, {"entropy": Entropy(target=0.1)}) == {"entropy", "all_rows", "entropy_control"}
-    assert needs_of(grpo, {"teacher": Teacher(coefficient=0.1)}) == {"teacher", "all_rows"}
+    assert needs_of(grpo, {"teacher": Teacher(coefficient=0.1)}) == {"scores.teacher", "all_rows"}
     assert needs_of(grpo, {"nll_coefficient": 0.1}) == {"all_rows"}
-    assert needs_of(further.distillation, {}) == {"teacher", "all_rows"}
+    assert needs_of(further.distillation, {}) == {"scores.teacher", "all_rows"}
     assert needs_of(further.distillation, {"teacher": Teacher()}) == frozenset()
     assert needs_of(further.cispo, {"mask": Mask(top_entropy=0.2)}) == {"update_entropies"}
 
@@ -449,8 +451,7 @@ def test_the_bonus_is_that_of_the_coefficient_that_the_trainer_gives(options: di
 
 def test_distillation_is_grpo_whose_advantages_are_those_of_the_formula() -> None:
     given = inputs(further.distillation, {})
-    assert given.teacher_logprobs is not None
-    by_formula = given.teacher_logprobs - given.proximal_logprobs
+    by_formula = given.scores["teacher"] - given.proximal_logprobs
     expected, _ = grpo(evolve(given, advantages=by_formula))
     found, metrics = further.distillation(given)
     torch.testing.assert_close(found, expected)
@@ -459,11 +460,55 @@ def test_distillation_is_grpo_whose_advantages_are_those_of_the_formula() -> Non
 
 def test_rewards_and_teacher_are_mixed_by_their_weights() -> None:
     given = inputs(further.distillation, {})
-    assert given.teacher_logprobs is not None
-    difference = given.teacher_logprobs - given.proximal_logprobs
+    difference = given.scores["teacher"] - given.proximal_logprobs
     mixed = evolve(given, advantages=0.3 * given.advantages + 0.5 * difference.clamp(-0.1, 0.1))
     teacher = Teacher(coefficient=0.5, reward_coefficient=0.3, clip=0.1)
     torch.testing.assert_close(further.sapo(given, teacher=teacher)[0], further.sapo(mixed)[0])
+
+
+def test_what_hints_teach_has_the_gradient_of_the_reverse_kl_on_average() -> None:
+    logits = torch.tensor([0.3, -1.0, 0.7], dtype=torch.float64, requires_grad=True)
+    policy = logits.log_softmax(0)
+    hinted = torch.tensor([1.0, 0.5, -2.0], dtype=torch.float64).log_softmax(0)
+    (exact,) = torch.autograd.grad((policy.exp() * (policy - hinted)).sum(), logits, retain_graph=True)
+    given = losses.padded(
+        policy_logprobs=policy[:, None],
+        mask=torch.ones(3, 1),
+        advantages=torch.full((3,), 9.0, dtype=torch.float64),
+        scores={"hinted": hinted[:, None]},
+    )
+    found_losses, metrics = further.self_distillation(given, clip=10.0)
+    (found,) = torch.autograd.grad((policy.exp().detach() * found_losses).sum(), logits, retain_graph=True)
+    torch.testing.assert_close(found, exact)
+    torch.testing.assert_close(metrics["hinted_difference"], (hinted - policy).detach())
+    bounded, metrics = further.self_distillation(given, clip=0.1)
+    assert metrics["hinted_clipped"].tolist() == [float(each) for each in (hinted - policy).abs() > 0.1]
+    assert found_losses.abs().max() > bounded.abs().max()
+
+
+def test_rewards_teach_where_no_hint_does_and_add_to_it_in_a_mixture() -> None:
+    policy = torch.tensor([[-1.0], [-1.0]], dtype=torch.float64)
+    given = losses.padded(
+        policy_logprobs=policy,
+        mask=torch.ones(2, 1),
+        advantages=torch.tensor([3.0, 3.0], dtype=torch.float64),
+        scores={"hinted": torch.tensor([[torch.nan], [-0.5]], dtype=torch.float64)},
+    )
+    assert further.self_distillation(given)[0].tolist() == [-3.0, -0.5]
+    assert further.self_distillation(given, teach="mix", coefficient=0.5)[0].tolist() == [-3.0, -3.25]
+
+
+def test_dppo_drops_a_token_that_moved_where_its_advantage_pushes_it() -> None:
+    policy = torch.tensor([0.9, 0.9, 0.1, 0.1, 0.1], dtype=torch.float64).log()
+    given = losses.padded(
+        policy_logprobs=policy[:, None].requires_grad_(),
+        mask=torch.ones(5, 1),
+        advantages=torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0], dtype=torch.float64),
+        generation_logprobs=torch.full((5, 1), 0.5, dtype=torch.float64).log(),
+    )
+    for low, kept in ((0.3, [False, True, True, False, False]), (0.5, [False, True, True, True, False])):
+        found, _ = further.dppo(given, mask_low=low, mask_high=0.3, drift_coefficient=0.0)
+        assert [each != 0.0 for each in found.tolist()] == kept
 
 
 def test_as_a_term_of_the_loss_the_teacher_has_the_gradient_of_the_reverse_kl() -> None:
@@ -476,7 +521,7 @@ def test_as_a_term_of_the_loss_the_teacher_has_the_gradient_of_the_reverse_kl() 
         policy_logprobs=policy[:, None],
         mask=torch.ones(3, 1),
         advantages=torch.zeros(3),
-        teacher_logprobs=teacher[:, None],
+        scores={"teacher": teacher[:, None]},
     )
     per_token, _ = further.distillation(
         given, teacher=Teacher(coefficient=1.0, acts_on="loss", reward_coefficient=0.0)

@@ -88,7 +88,7 @@ def inputs_of(case: Mapping[str, Any], policy: Tensor, aggregation: Any, rows: s
         advantages=given["advantages"][rows, 1:],
         proximal_logprobs=given["prev_logprobs"][rows, 1:],
         generation_logprobs=given["generation_logprobs"][rows, 1:],
-        reference_logprobs=given["reference_policy_logprobs"][rows, 1:],
+        scores={"reference": given["reference_policy_logprobs"][rows, 1:]},
         correct=None if rewards is None else tensor(rewards)[rows] > 0,
         aggregation=aggregation,
     )

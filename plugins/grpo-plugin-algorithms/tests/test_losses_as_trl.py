@@ -21,7 +21,7 @@ from grpo_plugin_algorithms.losses import grpo
 VECTORS = json.loads(
     gzip.decompress((Path(__file__).parents[3] / "tests" / "vectors" / "trl.json.gz").read_bytes())
 )
-CASES = [case for case in VECTORS["cases"] if case["config"]["loss_type"] != "vespo"]
+CASES = VECTORS["cases"]
 TOLERANCE = 1e-6
 
 HOST = PluginHost.discover(["algorithms"])
@@ -33,10 +33,13 @@ LOSSES: dict[str, tuple[Callable[..., Any], str]] = {
     "luspo": (grpo, "constant"),
     "cispo": (further.cispo, "token"),
     "sapo": (further.sapo, "sequence"),
+    "vespo": (further.vespo, "token"),
 }
 RENAMED = {
     "sapo_temperature_pos": "temperature_positive",
     "sapo_temperature_neg": "temperature_negative",
+    "vespo_k_pos": "k_positive",
+    "vespo_lambda_neg": "lambda_negative",
     "delta": "ratio_cap",
     "importance_sampling_level": "ratio",
     "top_entropy_quantile": "mask.top_entropy",
@@ -58,7 +61,7 @@ def ours(config: Mapping[str, Any]) -> Mapping[str, Any]:
     low = config.get("epsilon", 0.2)
     if config["loss_type"] == "cispo":
         options["clip_high"] = config["epsilon_high"] - 1  # TRL's is the cap itself
-    elif config["loss_type"] != "sapo":
+    elif config["loss_type"] not in ("sapo", "vespo"):
         options |= {"clip_low": low, "clip_high": config.get("epsilon_high", low)}
     given = parse_settings(f"{key}={value}" for key, value in options.items())
     return HOST.function("loss", LOSSES[config["loss_type"]][0].__name__, **given).options
@@ -89,7 +92,7 @@ def test_a_loss_and_its_gradient_are_those_of_trl(case: Mapping[str, Any]) -> No
         advantages=given["advantages"],
         proximal_logprobs=None if config.get("on_policy") else given["old"],
         generation_logprobs=given["sampling"] if "vllm_importance_sampling_mode" in config else None,
-        reference_logprobs=given["reference"],
+        scores={"reference": given["reference"]},
         entropy=entropy,
         aggregation=aggregation,
         constant=VECTORS["inputs"]["max_length"] if config["loss_type"] == "dr_grpo" else 1,
@@ -126,4 +129,4 @@ def test_a_token_without_a_logprob_of_the_engine_has_weight_1() -> None:
 
 def test_each_type_of_loss_is_here() -> None:
     assert {case["config"]["loss_type"] for case in CASES} == set(LOSSES)
-    assert len(CASES) == 103
+    assert len(CASES) == 114

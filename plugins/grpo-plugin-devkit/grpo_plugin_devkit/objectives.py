@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve, fields
 
 from grpo_core import Group, LossInputs, Prompt, Rollout, Segment, Tokens
-from grpo_core.kit import needs_of
+from grpo_core.kit import SCORE, needs_of
 from grpo_core.loop import rows
 from grpo_plugin_devkit.contracts import Contract
 
@@ -152,8 +152,6 @@ class LossContract(Contract):
             "policy_logprobs": logprobs(generation),
             "proximal_logprobs": logprobs(generation),
             "generation_logprobs": generation,
-            "reference_logprobs": logprobs(generation) if "reference" in self._needs else None,
-            "teacher_logprobs": logprobs(generation) if "teacher" in self._needs else None,
             "entropy": -logprobs() if "entropy" in self._needs else None,
             "advantages": torch.tensor([1.0, -0.5, 0.0, 2.0], dtype=dtype)[_rows()],
             "rows": _rows(),
@@ -166,8 +164,10 @@ class LossContract(Contract):
             trained = name in ("policy_logprobs", "entropy")
             if tensor is not None and tensor.is_floating_point():
                 made[name] = tensor.detach().clone().requires_grad_(trained)
+        scores = [need.removeprefix(SCORE) for need in self._needs if need.startswith(SCORE)]
         return LossInputs(
             **made,
+            scores={name: logprobs(generation.detach()) for name in sorted(scores)},
             entropy_coefficient=0.01 if "entropy_control" in self._needs else 0.0,
             step=3,
             update=1,
@@ -191,7 +191,8 @@ def _picked(inputs: LossInputs, indices: Tensor) -> LossInputs:
     seen = list(dict.fromkeys(picked["rows"].tolist()))
     picked["rows"] = torch.tensor([seen.index(row) for row in picked["rows"].tolist()])
     picked["sequences"] = picked["rows"]
-    return evolve(inputs, **picked)
+    scores = {name: tensor[indices] for name, tensor in inputs.scores.items()}
+    return evolve(inputs, **picked, scores=scores)
 
 
 def _tensors(inputs: LossInputs) -> Mapping[str, Tensor]:

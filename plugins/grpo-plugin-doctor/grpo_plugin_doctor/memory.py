@@ -19,7 +19,7 @@ from attrs import evolve, frozen
 
 from grpo_core import ConfigError, EngineLoad, GrpoError, MemoryPart, ModelError
 from grpo_core.app import gpus as gpu_choice
-from grpo_core.app.model_sources import teacher_model
+from grpo_core.app.model_sources import scoring_model
 from grpo_core.app.parts import Parts, engine_dtype
 from grpo_core.config import EngineConfig, build, parse_settings
 from grpo_core.kit import Config, PluginHost, as_table, files
@@ -261,9 +261,14 @@ def _trainer_parts(
     """
     config, device, lora = case.config, case.device, case.lora
     parameters, trained = (sum(map(prod, shapes.values())) for shapes in (case.shapes, case.trained))
-    needs = case.parts.needs
-    teacher = files.directory_here(teacher_model(config.teacher.path)) if "teacher" in needs else None
-    of_teacher = sum(map(prod, (shapes_in(teacher) or {}).values())) if teacher else 0
+    scores = case.parts.scores
+
+    def scoring(name: str) -> int:
+        """Return the bytes of a model that scores; 0 if it is not here."""
+        found = files.directory_here(scoring_model(name, scores[name].model))
+        dtype = files.computed_dtype(scores[name].dtype, on_gpu=device != HOST)
+        return sizes.ITEMSIZE[dtype] * sum(map(prod, (shapes_in(found) or {}).values())) if found else 0
+
     weights = sizes.FLOAT32 * parameters
     if lora is not None and device != HOST:  # on a host, loading needs float32 copies anyway
         weights -= 2 * _that_stay_in_bfloat16(case)
@@ -277,9 +282,8 @@ def _trainer_parts(
         dtype=dtype,
         device=device,
         on_device=on_device,
-        reference="reference" in needs,
-        teacher=of_teacher
-        * sizes.ITEMSIZE[files.computed_dtype(config.teacher.dtype, on_gpu=device != HOST)],
+        kept=len(sizes.kept_weights(scores)),
+        models=sum(scoring(name) for name, score in scores.items() if score.model),
     )
 
 
@@ -299,9 +303,9 @@ def _ranks(
 ) -> Iterator[ProcessMemory]:
     """Yield the trainer's processes with equal shares, each on a separate GPU if there are any.
 
-    The teacher is replicated.
+    Models that score are replicated.
     """
-    shared = [own if own.name == sizes.TEACHER else evolve(own, nbytes=own.nbytes // ranks) for own in parts]
+    shared = [own if own.name == sizes.MODELS else evolve(own, nbytes=own.nbytes // ranks) for own in parts]
     if ranks == 1 or device == HOST:
         yield _process("trainer", shared, seen, count=ranks)
         return

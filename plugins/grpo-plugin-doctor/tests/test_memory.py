@@ -59,7 +59,7 @@ def sizes(parts):
 def parts_of(**changes):
     chosen = {
         "parameters": 1000, "optimizer": 8000, "dtype": "float32", "device": "host", "on_device": False,
-        "reference": False,
+        "kept": 0,
     } | changes  # fmt: skip
     usual = dict.fromkeys(("trained", "published"), chosen["parameters"])
     usual |= {"config": None, "weights": 4 * chosen["parameters"]}
@@ -77,12 +77,12 @@ def test_a_trainer_on_the_host_holds_20_bytes_of_a_parameter():
 
 
 def test_a_trainer_on_a_gpu_leaves_publication_to_the_host():
-    assert sizes(parts_of(dtype="bfloat16", device="cuda:1", reference=True)) == {
+    assert sizes(parts_of(dtype="bfloat16", device="cuda:1", kept=1)) == {
         "weights": (4000, "cuda:1"),
         "gradients": (4000, "cuda:1"),
         "optimizer": (8000, "cuda:1"),
         "published weights": (2000, "host"),
-        "reference": (4000, "cuda:1"),
+        "kept weights": (4000, "cuda:1"),
         "checkpoint copy": (8000, "host"),
     }
 
@@ -93,7 +93,7 @@ def test_a_block_that_engines_read_on_the_gpu_is_there():
 
 
 def test_a_trainer_of_adapters_holds_gradients_and_moments_of_these_alone():
-    assert sizes(parts_of(trained=10, published=10, optimizer=80, reference=True)) == {
+    assert sizes(parts_of(trained=10, published=10, optimizer=80, kept=1)) == {
         "weights": (4000, "host"),
         "gradients": (40, "host"),
         "optimizer": (80, "host"),
@@ -188,10 +188,10 @@ def test_a_reference_has_bfloat16_weights_if_layers_have_and_it_does_not_move(tm
         settings = [f"model.path={model}", "loss.options.kl.coefficient=0.1", "trainer.device=cpu", *more]
         config, host = configured(*settings)
         (trainer, *_) = certain_parts(config, host, str(model), shapes_in(model), [])
-        return sizes(trainer.parts)["reference"][0]
+        return sizes(trainer.parts)["kept weights"][0]
 
     copies = "model.dtype=bfloat16", "trainer.weights=bfloat16"
-    assert reference() == reference(*copies, "trainer.reference_every=2") == 2 * reference(*copies)
+    assert reference() == reference(*copies, "scores.reference.weights=ema") == 2 * reference(*copies)
 
 
 def test_linear_layers_that_adapters_leave_in_bfloat16_take_two_bytes_on_a_gpu(
@@ -633,11 +633,11 @@ def test_the_estimate_of_memory_knows_the_teacher(tmp_path: Path) -> None:
         tables = {
             "trainer": {"device": "cpu"},
             "loss": {"name": "distillation"},
-            "teacher": {"path": str(teacher), "dtype": dtype},
+            "scores": {"teacher": {"weights": str(teacher), "dtype": dtype}},
         }
         config, host = built([tables])
         (trainer, *_) = certain_parts(config, host, str(student), shapes, [])
-        return {part.name: part.nbytes for part in trainer.parts}["teacher"]
+        return {part.name: part.nbytes for part in trainer.parts}["scoring models"]
 
     assert bytes_with("auto") == 4 * parameters
     assert bytes_with("bfloat16") == 2 * parameters

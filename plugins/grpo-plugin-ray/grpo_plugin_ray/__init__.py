@@ -29,6 +29,7 @@ def grpo_trainers() -> Mapping[str, grpo_core.TrainerOffer]:
             placement="ray",
             check="grpo_plugin_ray.trainer:check",
             workers="grpo_plugin_ray.trainer:ranks",
+            scores=("start", "current", "ema", "model"),
         )
     }
 

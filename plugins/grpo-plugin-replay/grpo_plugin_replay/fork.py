@@ -26,7 +26,7 @@ CHANGEABLE = (
     "trainer.*",
     "loss.*",
     "optimizer.*",
-    "teacher.*",
+    "scores.*",
     "advantage.*",
     "shaping.*",
     "health.max_non_finite",

@@ -23,7 +23,7 @@ from grpo_core.plugins.options import Words
 from grpo_plugin_replay.again import saved_before, trainer_again
 from grpo_plugin_replay.history import History, StepRecord, first_metric, first_tensor, read
 
-SECTIONS = ("seed", "model", "trainer", "loss", "teacher", "optimizer", "health")
+SECTIONS = ("seed", "model", "trainer", "loss", "scores", "optimizer", "health")
 """Sections of the configuration that a trainer depends on."""
 
 

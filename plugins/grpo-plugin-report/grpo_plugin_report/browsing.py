@@ -267,6 +267,7 @@ def _rollout(row: Row, prompt: list[dict[str, Any]], index: int) -> dict[str, An
         "calls": _number(row.get("tool_calls")),
         "length": _number(row.get("tokens")),
         "answer": _short(row.get("reply_answer")),
+        "hint": _short(row.get("hint")),
         "error": _short(row.get("error")),
         "metrics": {_short(name): _number(value) for name, value in [*metrics.items()][:40]},
     }

@@ -394,6 +394,16 @@ def test_a_task_of_short_answers_that_joins_is_not_a_collapse_of_the_policy() ->
     assert "entropy_collapsed" not in causes(facts)
 
 
+def test_hints_that_are_quoted_and_a_collapse_under_hints_are_causes() -> None:
+    steps = {"time/step": [1.0] * 10, "groups__words": [8.0] * 10, "reward__words": [0.3] * 10}
+    healthy = {"entropy": [1.0] * 10, "completion_tokens__words": [20.0] * 10, "hints": [8.0] * 10}
+    assert not {"hints_quoted", "hints_collapsed"} & {*causes(of(**steps, **healthy))}
+    assert "hints_quoted" in causes(of(**steps, **healthy, hints_quoted=[1.0] * 10))
+    shorter = healthy | {"completion_tokens__words": [20.0] * 5 + [4.0] * 5}
+    assert "hints_collapsed" in causes(of(**steps, **shorter))
+    assert "hints_collapsed" not in causes(of(**steps, **(shorter | {"hints": [0.0] * 10})))
+
+
 def test_most_rewards_that_are_nan_are_named_whatever_was_said_last() -> None:
     facts = of(time__step=[1.0] * 10, **{"buffer/attempts": [100.0]})
     add_message(

@@ -27,6 +27,7 @@ def grpo_trainers() -> Mapping[str, TrainerOffer]:
             memory="grpo_plugin_scale.memory:memory",
             workers="grpo_plugin_scale.config:ranks",
             check="grpo_plugin_scale.config:check",
+            scores=("start", "current", "ema", "model"),
             extends_core=True,
         )
     }

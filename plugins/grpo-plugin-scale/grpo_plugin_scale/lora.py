@@ -46,18 +46,18 @@ class LoraConfig:
     def check(self, config: Config) -> None:
         """Raise ConfigError if peft is not installed, or other keys conflict."""
         require_peft()
-        trainer = config.trainer
-        if trainer.reference_mix < 1:
-            raise ConfigError(
-                f"trainer.reference_mix = {trainer.reference_mix:g} mixes two sets of weights, which "
-                "adapters (model.lora) cannot hold; leave it at 1"
-            )
         scaled = config.section(ScaledConfig)
-        if trainer.reference_every and scaled.divides:
-            raise ConfigError(
-                f"{scaled.held}: with [model.lora] the reference stays where the run began; leave out "
-                f"trainer.reference_every = {trainer.reference_every}"
-            )
+        for name, score in config.scores.items():
+            if score.weights == "ema" and score.mix < 1:
+                raise ConfigError(
+                    f"scores.{name}.mix = {score.mix:g} mixes two sets of weights, which adapters "
+                    "(model.lora) cannot hold; set it to 1, which copies them"
+                )
+            if score.weights == "ema" and scaled.divides:
+                raise ConfigError(
+                    f"{scaled.held}: with [model.lora] only the weights of the start are kept; set "
+                    f'scores.{name}.weights = "start"'
+                )
 
     def build_model(self, source: ModelSource) -> LoraModel:
         """Load the model with new or saved adapters.  Raises ModelError."""

@@ -16,7 +16,7 @@ from adapting import with_lora
 from moe import FAMILIES, make_moe_model
 from safetensors.torch import load_file, save_file
 from test_cli import events, grpo, refused
-from test_trainer import batch, in_bfloat16, model, ragged, same, save, weights
+from test_trainer import batch, copied, in_bfloat16, model, ragged, same, save, weights
 from test_trainer import setup as full_setup
 
 from grpo_core.app.launch import configure
@@ -241,7 +241,7 @@ def test_the_reference_is_the_model_without_its_adapters_and_no_second_model(mod
     loss = {"kl": {"coefficient": 0.05}}
     trainer = trained(setup(model, loss=loss))
     micro = microbatch.collate(ragged(), CPU)
-    reference = trainer.model.reference_logprobs(micro, 1.0)
+    reference = trainer.model.kept_logprobs("start", micro, 1.0)
     with torch.no_grad():
         start = TorchTrainer(full_setup(model)).model.score(micro, 1.0)[0]
         now = trainer.model.score(micro, 1.0)[0]
@@ -250,18 +250,18 @@ def test_the_reference_is_the_model_without_its_adapters_and_no_second_model(mod
     logprobs, _ = trainer.model.score(micro, 1.0)
     logprobs.sum().backward()
     assert all(parameter.grad is not None for _, parameter in trainer.model.trainable())
-    assert not trainer.model.saved_reference(), "nothing is kept for it"
+    assert not trainer.model.saved_kept(), "nothing is kept for it"
 
 
 @pytest.mark.long
 def test_a_reference_that_is_refreshed_is_the_policy_of_that_step(model: str) -> None:
-    given = setup(model, loss={"kl": {"coefficient": 0.05}}, reference_every=2)
+    given = setup(model, loss={"kl": {"coefficient": 0.05}}, reference=copied(2))
     trainer = trained(given, steps=2)
     micro = microbatch.collate(ragged(), CPU)
     with torch.no_grad():
         then = trainer.model.score(micro, 1.0)[0]
     trainer.step(batch(ragged(seed=2), 2))
-    assert torch.equal(trainer.model.reference_logprobs(micro, 1.0), then)
+    assert torch.equal(trainer.model.kept_logprobs("reference", micro, 1.0), then)
     with torch.no_grad():
         assert not torch.equal(trainer.model.score(micro, 1.0)[0], then)
 
@@ -337,7 +337,7 @@ def test_the_sum_is_rounded_once_to_the_dtype_of_engines(model: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [{}, {"updates_per_step": 2, "reference_every": 2}])
+@pytest.mark.parametrize("options", [{}, {"updates_per_step": 2, "reference": copied(2)}])
 def test_resumed_training_is_the_same_bit_for_bit(model: str, tmp_path: Path, options: dict) -> None:
     given = setup(model, LoraConfig(rank=4, dropout=0.2), loss={"kl": {"coefficient": 0.05}}, **options)
     straight, first = trained(given, 6), trained(given, 3)
@@ -435,9 +435,9 @@ def test_lora_without_peft_is_one_line_with_the_command(monkeypatch: pytest.Monk
 
 def test_a_reference_that_adapters_cannot_hold_is_refused() -> None:
     settings = ["model.lora.rank=4", "loss.options.kl.coefficient=0.1"]
-    settings += ["trainer.reference_every=5", "trainer.reference_mix=0.5"]
+    settings += ["scores.reference.weights=ema", "scores.reference.mix=0.5"]
     config, host = configure([], parse_settings(settings, SORT))
-    with pytest.raises(ConfigError, match=r"trainer.reference_mix = 0.5 mixes two sets"):
+    with pytest.raises(ConfigError, match=r"scores.reference.mix = 0.5 mixes two sets"):
         make(config, host)
 
 

@@ -14,7 +14,7 @@ KEY = "TINKER_API_KEY"
 KNOWN = ("clip_low", "clip_high", "correction")
 """Supported options of the loss ``grpo``."""
 UNKNOWN = (
-    "updates_per_step", "reference_every", "activations", "compile", "profile", "gpus", "threads", "device",
+    "updates_per_step", "activations", "compile", "profile", "gpus", "threads", "device",
     "packing", "tokens_per_microbatch",
 )  # fmt: skip
 """Unsupported keys of [trainer], which concern local computation."""

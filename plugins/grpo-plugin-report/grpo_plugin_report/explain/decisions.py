@@ -40,6 +40,8 @@ CAUSES: Mapping[str, Callable[[Facts], Finding | None]] = {
         learning.too_many_updates,
         learning.gradient_clip_too_small,
         learning.learning_rate_too_low,
+        learning.hints_quoted,
+        learning.hints_collapsed,
         learning.entropy_collapsed,
         learning.overfitted,
         faults.killed,

@@ -176,6 +176,44 @@ def learning_rate_too_low(facts: Facts) -> Finding | None:
     )
 
 
+def hints_quoted(facts: Facts) -> Finding | None:
+    """Wrong replies quote hints that they did not see."""
+    hints, quoted = (sum(facts.of(name).values) for name in ("hints", "hints_quoted"))
+    if quoted < 5 or quoted < 0.05 * hints:
+        return None
+    return Finding(
+        "Replies quote the hints, which the policy does not see: it learns their words, not the task.",
+        (
+            f"{quoted:g} of {hints:g} hinted rollouts are wrong and say a line of their hint",
+            f"loss.options.teach = {facts.setting('loss.options.teach', 'wrong_only')}",
+            _rewards(facts),
+        ),
+        "check that the environment does not show the hint in a message, and write hints that speak of the "
+        "task, not of themselves",
+    )
+
+
+def hints_collapsed(facts: Facts) -> Finding | None:
+    """Replies or their entropy collapsed while hints taught."""
+    if facts.steps < 8 or not sum(facts.of("hints").values) or _mixture_moved(facts):
+        return None
+    entropy, lengths = facts.of("entropy"), [facts.of(f"completion_tokens/{task}") for task in facts.tasks]
+    shorter = [each for each in lengths if len(each) and each.last < 0.5 * each.first]
+    if _rise(facts) > 0.3 or not (shorter or entropy.last < 0.25 * entropy.first):
+        return None
+    length = moved(shorter[0].first, shorter[0].last) if shorter else "no task has shorter replies"
+    return Finding(
+        "Hints teach the policy into a corner: replies or their entropy collapse without more reward.",
+        (
+            f"entropy: {moved(entropy.first, entropy.last)} (nats)",
+            f"sampled tokens of a rollout: {length}",
+            _rewards(facts),
+        ),
+        'set loss.options.teach = "wrong_only", [scores.hinted] weights = "ema" with hint = true, or a lower '
+        "loss.options.coefficient",
+    )
+
+
 def entropy_collapsed(facts: Facts) -> Finding | None:
     """The entropy collapsed before the policy was right."""
     entropy = facts.of("entropy")

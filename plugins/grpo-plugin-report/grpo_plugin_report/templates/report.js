@@ -279,6 +279,7 @@ function browse(root) {
     if (one.error) box.append(element("p", { class: "told bad" }, "error: ", one.error));
     for (const message of [...(one.whole ? [] : one.of.messages), ...one.messages]) box.append(spoken(message));
     if (one.answer) box.append(element("p", {}, element("span", { class: "dim" }, "answer of the rollout "), element("code", {}, one.answer)));
+    if (one.hint) box.append(element("p", {}, element("span", { class: "dim" }, "hint, which the policy did not see "), element("code", {}, one.hint)));
     if (one.of.answer) box.append(element("p", {}, element("span", { class: "dim" }, "expected answer "), element("code", {}, one.of.answer)));
     box.append(tokens(one));
     return box;

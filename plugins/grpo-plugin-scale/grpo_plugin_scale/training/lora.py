@@ -1,6 +1,6 @@
 """A frozen model with trained adapters: LoRA (Hu et al., arXiv 2106.09685), by peft.
 
-The reference of a KL term is the same model with disabled adapters, so there is no second model.
+The weights that a run started from are the same model with disabled adapters, so there is no second model.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class LoraModel:
             for name, parameter in policy.module.named_parameters()
             if parameter.requires_grad
         ]
-        self._moved: dict[str, Tensor] = {}
-        """Adapters of an updated reference."""
+        self._moved: dict[str, dict[str, Tensor]] = {}
+        """Adapters of other weights that have moved from the start, by the names of the weights."""
         self._dropouts = [
             dropout for layer in self._layers.values() for dropout in layer.lora_dropout.modules()
         ]
@@ -126,7 +126,8 @@ class LoraModel:
 
     def weights(self) -> Iterator[Tensor]:
         yield from self.policy.module.parameters()
-        yield from self._moved.values()
+        for adapters in self._moved.values():
+            yield from adapters.values()
 
     def score(
         self, micro: MicroBatch, temperature: float, *, entropy_gradient: bool = False
@@ -136,20 +137,26 @@ class LoraModel:
         return self.policy.score(micro, temperature, entropy_gradient=entropy_gradient)
 
     @torch.no_grad()
-    def reference_logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
-        with self._as_reference():
+    def kept_logprobs(self, name: str, micro: MicroBatch, temperature: float) -> Tensor:
+        with self._with_weights(name):
             return self.score(micro, temperature)[0]
 
     @torch.no_grad()
-    def refresh_reference(self, share: float) -> None:
+    def refresh(self, name: str, share: float) -> None:
         assert share == 1, "a mixture of two adapters is not an adapter of the same rank"
-        self._moved = {name: parameter.detach().clone() for name, parameter in self._named}
+        self._moved[name] = {place: parameter.detach().clone() for place, parameter in self._named}
 
-    def saved_reference(self) -> Mapping[str, Tensor]:
-        return self._moved
+    def saved_kept(self) -> Mapping[str, Tensor]:
+        return {
+            f"{name}/{place}": tensor for name, its in self._moved.items() for place, tensor in its.items()
+        }
 
-    def restore_reference(self, tensors: Mapping[str, Tensor]) -> None:
-        self._moved = {name: tensors[name].to(parameter.device) for name, parameter in self._named}
+    def restore_kept(self, tensors: Mapping[str, Tensor]) -> None:
+        devices = {place: parameter.device for place, parameter in self._named}
+        for key, tensor in tensors.items():
+            name, _, place = key.partition("/")
+            if name in self._source.kept:
+                self._moved.setdefault(name, {})[place] = tensor.to(devices[place])
 
     @torch.no_grad()
     def next_tokens(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Canary, ...]:
@@ -239,23 +246,23 @@ class LoraModel:
             layer._disable_adapters = not adapters
 
     @contextmanager
-    def _as_reference(self) -> Iterator[None]:
-        """Compute as the reference: without adapters, or with the adapters of an updated reference."""
-        if not self._moved:
+    def _with_weights(self, name: str) -> Iterator[None]:
+        """Compute with other weights: without adapters, or with those that have moved."""
+        if name not in self._moved:
             self._enable(False)
             try:
                 yield
             finally:
                 self._enable(True)
             return
-        trained = {name: parameter.data for name, parameter in self._named}
-        for name, parameter in self._named:
-            parameter.data = self._moved[name]
+        trained = {place: parameter.data for place, parameter in self._named}
+        for place, parameter in self._named:
+            parameter.data = self._moved[name][place]
         try:
             yield
         finally:
-            for name, parameter in self._named:
-                parameter.data = trained[name]
+            for place, parameter in self._named:
+                parameter.data = trained[place]
 
 
 def _group(source: ModelSource) -> Group | None:

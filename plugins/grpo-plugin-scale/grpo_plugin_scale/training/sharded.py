@@ -49,11 +49,15 @@ class ShardedModel(FullModel):
             return _Sharded(module, scorer, group, names, copies=source.passes.copies)
 
         policy = group.in_turn(lambda: sharded(source.saved or source.start, trains=True))
-        frozen = source.passes.copies and not source.moves_reference  # its float32 weights are not needed
-        dtype = torch.bfloat16 if frozen else torch.float32
-        start = partial(sharded, source.start, trains=False, dtype=dtype)
-        reference = group.in_turn(start) if source.reference else None
-        return cls(group, policy, reference, tokenizer=source.tokenizer())
+
+        def other(name: str) -> _Sharded:
+            # float32 weights are needed only where they move
+            small = source.passes.copies and name == "start"
+            dtype = torch.bfloat16 if small else torch.float32
+            return group.in_turn(partial(sharded, source.start, trains=False, dtype=dtype))
+
+        kept = {name: other(name) for name in source.kept}
+        return cls(group, policy, kept, tokenizer=source.tokenizer())
 
     def published(self) -> list[tuple[str, Tensor]]:
         return list(_renamed(self.policy.module, self._names).items())
@@ -79,9 +83,10 @@ class ShardedModel(FullModel):
             module.generation_config.save_pretrained(directory)
         self._tokenizer.save(directory)
 
-    def restore_reference(self, tensors: Mapping[str, Tensor]) -> None:
-        kept = self.saved_reference()
-        super().restore_reference({name: self._group.part(tensors[name], kept[name]) for name in kept})
+    def restore_kept(self, tensors: Mapping[str, Tensor]) -> None:
+        kept = self.saved_kept()
+        names = kept.keys() & tensors.keys()
+        super().restore_kept({name: self._group.part(tensors[name], kept[name]) for name in names})
 
 
 class _Sharded(nn.Module):
