@@ -171,8 +171,7 @@ class Calls:
                 return
             if (begun := self._begin(call, connection)) is None:
                 return
-            loop, began = self._runner.get_loop(), time.monotonic()
-            dropped = asyncio.Event()
+            began, dropped = time.monotonic(), asyncio.Event()
             answer = self._answer(call.id, begun.call, dropped, connection)
             if not self._loops:
                 try:
@@ -180,7 +179,8 @@ class Calls:
                 except StopIteration:
                     return
                 self._loops = True
-                loop.add_reader(connection.fileno(), self._receive, connection)
+                self._runner.get_loop().add_reader(connection.fileno(), self._receive, connection)
+            loop = self._runner.get_loop()
             running = _Running(call, loop.create_task(answer), dropped)
             self._running[call.id] = running
             running.task.add_done_callback(lambda _: self._running.pop(call.id))

@@ -29,7 +29,7 @@ from attrs import define, field, frozen
 from grpo_core.contracts.errors import Fault, GrpoError, PluginError, Unavailable
 from grpo_core.contracts.incidents import report
 from grpo_core.contracts.records import Episode, Judgement, Prompt, SessionStart
-from grpo_core.environments.host import Slotted, calls_of, in_slots, units
+from grpo_core.environments.host import Slotted, calls_of, units
 from grpo_core.environments.outages import JITTER, Outage, unavailable
 from grpo_core.processes.aio import UNLIMITED, cancel, not_counted
 
@@ -186,21 +186,18 @@ class Services(dict[str, "Service"]):
 
     def evaluations(self, episodes: Sequence[Episode], slots: Slotted, *, whole_groups: bool) -> list[Unit]:
         """Return the units of episodes, in order."""
-        return [
-            Unit("evaluate", self[_first(part[0])], part[0].prompt.id, part, slotted=in_slots(slots, part))
-            for part in units(episodes, whole_groups=whole_groups)
-        ]
+        made = []
+        for part in units(episodes, whole_groups=whole_groups):
+            calls = calls_of(part[0])
+            service = self[f"tool {calls[0]['function']['name']}" if calls else "evaluate"]
+            slotted = slots == "all" or (slots == "tools" and bool(calls))
+            made.append(Unit("evaluate", service, part[0].prompt.id, part, slotted=slotted))
+        return made
 
     def openings(self, prompts: Iterable[tuple[str, Prompt]], slots: Slotted) -> list[Unit]:
         """Return the units that open sessions."""
         service, alone = self["open"], slots != "none"
         return [Unit("open", service, pair[1].id, [pair], SessionStart, slotted=alone) for pair in prompts]
-
-
-def _first(episode: Episode) -> str:
-    """Return what an episode calls first: ``evaluate``, or a tool."""
-    calls = calls_of(episode)
-    return f"tool {calls[0]['function']['name']}" if calls else "evaluate"
 
 
 # ---------------------------------------------------------------------------------- services
@@ -265,8 +262,10 @@ class Service:
         """Record an answer to a call that ``began`` then."""
         since, failures = self._outage.since, self._outage.failures
         self._outage.answered(began)
-        self._suspects.pop(unit.prompt, None)
-        self._end_late()
+        if self._suspects:
+            self._suspects.pop(unit.prompt, None)
+        if self.late:
+            self._end_late()
         if since is not None and not self.away:
             seconds = asyncio.get_running_loop().time() - since
             text = f"its service answers again, after {seconds:.0f} s and {failures} failed attempts"
@@ -418,7 +417,7 @@ class Dispatcher:
         """Number of slots of the running calls."""
         self._batching = False
         """Whether one of them is a batch."""
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
         self._broken: PluginError | None = None
         """A contract error that no caller has received."""
         self._closed = False
@@ -521,8 +520,9 @@ class Dispatcher:
         due = batch[0].arrived + (self._max_wait if batch[0].method != "open" else 0.0)
         if waited or size >= self._max_batch or due < loop.time():
             return batch, 1, False
-        if self._timer is None:
-            self._timer = loop.call_at(due, self._waited)
+        if self._timer is None:  # one of no wait is for those of the same moment
+            now = due <= loop.time()
+            self._timer = loop.call_soon(self._waited) if now else loop.call_at(due, self._waited)
         return None
 
     def _waited(self) -> None:
@@ -654,4 +654,4 @@ def _unavailable(result: Any) -> Unavailable | None:
     if isinstance(result, Exception):
         return unavailable(result)
     found: Unavailable | None = getattr(result, "unavailable", None)
-    return None if getattr(result, "messages", None) else found
+    return None if found is None or getattr(result, "messages", None) else found

@@ -73,11 +73,6 @@ Slotted = Literal["none", "tools", "all"]
 """Which calls run in slots, one episode each: none, tool calls and ``open``, or all."""
 
 
-def in_slots(slotted: Slotted, episodes: Sequence[Episode]) -> bool:
-    """Return whether an evaluation of these episodes, or of these tool calls, runs in slots."""
-    return slotted == "all" or (slotted == "tools" and all(map(calls_of, episodes)))
-
-
 @attrs.define(eq=False)
 class OpenSession:
     """The result of ``open``, and the tools of its rollout."""

@@ -119,10 +119,8 @@ class EnvironmentProcess:
         """Number of rollouts that its agent plays."""
         self._probe: asyncio.Task[None] | None = None
         self._deadline = self._grace = 0.0
-        self._mourned: Child | None = None
-        """The last process that a call found dead."""
-        self._reported: Child | None = None
-        """The last process with a reported death or killed on purpose."""
+        self._dead: Child | None = None
+        """The last process that was found dead."""
         self._was_alone = False
         """Whether it died while only one call was running."""
         self._has_aclose = False
@@ -282,12 +280,11 @@ class EnvironmentProcess:
             self._probe = asyncio.create_task(probe(), name=f"probe of {self._who}")
 
     def _failure(self, child: Child, error: Exception, slots: int) -> Failure:
-        """Describe a failure; a death is reported by the first call that notices it."""
+        """Describe a failure."""
         died = error is child.death
-        if died and child is not self._mourned:
+        if died:
             agents = self._playing - (slots == 0)
-            self._mourned, self._was_alone = child, self._slots.taken == slots and not agents
-            self._report_death(child, error)
+            self._bury(child, error, alone=self._slots.taken == slots and not agents)
         away = error if isinstance(error, Unavailable) else None
         if isinstance(error, DeadlineExceeded):
             away = Unavailable(str(error))
@@ -302,10 +299,10 @@ class EnvironmentProcess:
             alone=died and self._was_alone,
         )
 
-    def _report_death(self, child: Child, why: Exception) -> None:
+    def _bury(self, child: Child, why: Exception, *, alone: bool) -> None:
         """Report the death of a child once, at the first call that notices it."""
-        if child is not self._reported:
-            self._reported = child
+        if child is not self._dead:
+            self._dead, self._was_alone = child, alone
             cause: Literal["deadline", "died"] = "deadline" if isinstance(why, DeadlineExceeded) else "died"
             report(cause, self._name, f"{self._brief(why)}; it is started again")
 
@@ -338,7 +335,7 @@ class EnvironmentProcess:
                 raise ChildDied(f"the {self._name} is closed")
             if self._child is not None:  # it died between two calls
                 why = self._child.death or ChildDied("it died while nobody waited for it")
-                self._report_death(self._child, why)
+                self._bury(self._child, why, alone=False)
             await self._end()
             try:
                 return await RestartBudget(MAX_DEATHS).run(self._start, on=ChildDied)
