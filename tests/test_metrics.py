@@ -22,6 +22,7 @@ from grpo_core.contracts.tokens import Tokens
 from grpo_core.loop.agreement import Agreement
 from grpo_core.loop.canary import Canaries
 from grpo_core.loop.dynamic import DynamicSampling
+from grpo_core.loop.hints import Hints
 from grpo_core.loop.metrics import (
     AT_TIMES,
     TIMES,
@@ -187,6 +188,7 @@ def written(model, tmp_path_factory):  # noqa: F811
         times(Span(lane=lane, what=what, begin=0.0, end=1.0, busy=1.0) for lane, what in TIMES)
     )
     found |= {*readings.memory(), *readings.of_engines({"engine": Measured()})}
+    found |= set(Hints(choose=lambda its: [], who="").read())
     found |= names_of_a_canary() | names_of_a_price(path)
     trainer = TorchTrainer(attrs.evolve(setup(model, loss={"kl": {"coefficient": 0.01}}), max_non_finite=0.5))
     rows = ragged()
@@ -198,6 +200,8 @@ def written(model, tmp_path_factory):  # noqa: F811
         LossConfig(max_sequence_error=1.01),
         LossConfig(options={"mask": {"off_policy_limit": 1.0}}),
         LossConfig(name="distillation"),
+        LossConfig(name="self_distillation"),
+        LossConfig(name="vespo"),
         LossConfig(options={"entropy": {"target": 1.0}}),
     ):
         given = attrs.evolve(setup(model), loss=loss, scores={"teacher": ScoreConfig(weights=model)})
