@@ -26,7 +26,7 @@ DEMO   := $(addprefix plugins/grpo-plugin-,math report)
 CPU    := $(shell test "$$(uname -s)" = Linux && ! command -v nvidia-smi >/dev/null && \
 	echo "--index-url https://download.pytorch.org/whl/cpu")
 
-.PHONY: install install-vllm demo test test-all test-fast test-nightly test-foreign test-newest test-lowest test-released lint docs pages dist bench bench-peers gpu-check gpu-wheels clean
+.PHONY: install install-vllm demo test test-all test-fast test-nightly test-foreign test-newest test-lowest test-released lint docs pages dist bench bench-peers gpu-check gpu-pack clean
 
 install: $(READY)
 
@@ -140,14 +140,9 @@ gpu-check:
 	@$(GPU)/bin/python tests/quiet_pip.py install --disable-pip-version-check -c $(GPU_LOCK) $(GPU_PROJECTS)
 	@$(GPU)/bin/python tests/benchmarks/gpu_check.py
 
-# what the first half of it needs on a machine without a network that has torch, transformers and pytest
-gpu-wheels: $(READY)
-	@rm -rf build/gpu-wheels
-	@$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: -c $(GPU_LOCK) \
-		-d build/gpu-wheels attrs cattrs cyclopts docstring-parser rich-rst tomli-w torchdata
-	@for p in . $(addprefix plugins/grpo-plugin-,algorithms devkit math scale); do \
-		$(BIN)/python -m build --quiet --wheel --no-isolation --outdir build/gpu-wheels $$p || exit 1; done
-	@du -sh build/gpu-wheels
+# vLLM and what else the plans of tests/benchmarks/gpu_plan.py need on a GPU machine without a network
+gpu-pack: $(READY)
+	@$(BIN)/python tests/benchmarks/gpu_pack/pack.py
 
 # the peer (TRL) in an environment of its own
 bench-peers: $(READY)

@@ -1135,7 +1135,7 @@ def test_an_error_of_torch_in_the_trainer_is_one_line_and_its_traceback_is_in_th
     said = asyncio.run(raised(Short(given)))
     assert said.startswith("trainer: step() failed: short.py:7 in step: RuntimeError: ")
     assert "allocate" in said
-    assert "lower trainer.tokens_per_microbatch" in said
+    assert "set trainer.tokens_per_microbatch = 4096" in said
     assert "\n" not in said
     log = (tmp_path / "trainer.log").read_text()
     assert "Traceback (most recent call last)" in log

@@ -15,7 +15,7 @@ from grpo_core.contracts.records import Batch, StepResult, Weights
 from grpo_core.processes.child import Child
 from grpo_core.processes.served import RemoteTraceback
 
-MEMORY = "look for a lack of memory: lower trainer.tokens_per_microbatch"
+MEMORY = "look for a lack of memory: set trainer.tokens_per_microbatch = 4096"
 
 
 class TrainerProcess(Protocol):

@@ -13,12 +13,8 @@ H100, and what peers publish.  One that is less than half as good as on paper fa
 models, with the settings that docs/one-gpu.md has for one card, show that trainer and engine fit it together.
 
 On a CPU (``--device cpu``) the same checks run with fewer transports and a tiny model: this tests the script.
-On a machine without a network the first half runs with the wheels of `make gpu-wheels`:
+On a machine without a network, and for a quarter of an hour, there is `gpu_plan.py`.
 
-    pip install --no-index --no-deps --target SITE gpu-wheels/*.whl
-    PYTHONPATH=SITE python tests/benchmarks/gpu_check.py
-
-It needs torch, transformers, peft, pytest, pytest-timeout, pytest-xdist, hypothesis, and this directory.
 Ends with status 1 if a check fails.
 """
 

@@ -45,7 +45,7 @@ REMEDIES = (
     (
         ("out of memory",),
         "A process of the run ran out of memory.",
-        'halve trainer.tokens_per_microbatch, or set trainer.activations = "recompute"; '
+        'set trainer.tokens_per_microbatch = 4096, or set trainer.activations = "recompute"; '
         "grpo-core doctor CONFIG estimates what each process takes",
     ),
     (
