@@ -50,7 +50,11 @@ def make(config: Config, host: PluginHost, *, trains: bool = True) -> Parts:
     The modules of the selected plugins are imported, except environments offered as a string: they may load
     only in their own process.  Raises ConfigError, PluginError or ModelError for the first invalid choice.
     """
-    parts = Parts(config, host, trains)
+    return made(Parts(config, host, trains))
+
+
+def made(parts: Parts) -> Parts:
+    """Do the same with the parts of a configuration, some of which may have been made."""
     with wrong_input():
         try:
             _make(parts)
@@ -261,7 +265,7 @@ def _cuts(validation: ValidationConfig) -> dict[str, float]:
 
 
 def _check_placement(parts: Parts) -> None:
-    parts.placement.check(parts.trainer_here if parts.trains else None, parts.engines, parts.ranks)
+    parts.placement.check(parts.trainer_here, parts.engines, parts.ranks)
     if parts.trains:
         needed, chosen = parts.place_of_trainer, parts.config.placement.name
         if needed and needed != chosen:

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from attrs import define, evolve, field
 
+from grpo_core.app.gpus import Devices
 from grpo_core.app.model_sources import StartModelSource, model_source
 from grpo_core.app.placement import Placement
 from grpo_core.config import Config, EngineConfig, PluginChoice, TrainerConfig, ValidationConfig
@@ -121,8 +122,8 @@ class Parts:
 
     @property
     def trainer_here(self) -> TrainerConfig | None:
-        """The section of the trainer; None if its processes run in a placement's workers."""
-        return None if self.place_of_trainer else self.config.trainer
+        """The section of the trainer; None if nothing is trained, or in a placement's workers."""
+        return self.config.trainer if self.trains and not self.place_of_trainer else None
 
     @property
     def ranks(self) -> int:
@@ -130,6 +131,11 @@ class Parts:
         selected = self.plugins.find("trainer", self.config.trainer.name)
         count = selected.offer.workers
         return 1 if count is None else int(selected.loaded(count)(self.config, self.plugins))
+
+    @cached_property
+    def devices(self) -> Devices:
+        """The GPUs of the trainer and the engines, known when the placement is connected."""
+        return self.placement.devices(self.trainer_here, self.engines, self.ranks)
 
     @cached_property
     def data_plane(self) -> DataPlane:
@@ -188,6 +194,22 @@ class Parts:
             max_requests=section.max_requests,
             reproducible=self.trains and fixed,
         )
+
+    def make_engines(self, model: str, logs: Path | None = None) -> dict[str, Engine]:
+        """Make the engines with their GPUs, not yet started, by the keys of their sections.
+
+        Args:
+            model: directory of the model.
+            logs: directory of the log files.
+        """
+        made = {}
+        for key, section in self.engines.items():
+            with_training = self.trains and (self.config.pipeline.max_staleness > 0 or key != "engine")
+            own = logs / "validation" if logs and key != "engine" else logs
+            setup = self.engine_setup(section, model, logs=own, colocated=with_training)
+            setup = evolve(setup, shares_gpu=key in self.devices.shared)
+            made[key] = self.engine(section, setup, self.devices.engines.get(key, ()))
+        return made
 
     def engine(
         self, section: EngineConfig, setup: EngineSetup, env_vars: Sequence[Mapping[str, str]] = ()
@@ -271,7 +293,7 @@ class Parts:
         """
         engine, validation = self.config.engine, self.config.validation
         own = [validation.engine] if validation.engine is not None and validation.measures else []
-        engines, from_here = [engine, *own], self.trainer_here is not None
+        engines, from_here = [engine, *own], not self.place_of_trainer
         if any(each.transport != "auto" or each.transport_options for each in own):
             raise ConfigError("validation.engine.transport: weights come to all engines by engine.transport")
         chosen = engine.transport

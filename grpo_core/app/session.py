@@ -182,13 +182,11 @@ async def _start_engine(
     from grpo_core.training.building import saved_tensors
     from grpo_core.weights.shm import SharedMemoryWriter
 
-    config, engines = parts.config, parts.engines
-    ((key, section),) = engines.items()
+    config, (section,) = parts.config, parts.engines.values()
     for odd in await asyncio.to_thread(parts.odd_files, path):
         status(f"warning: {odd}")
-    devices = await asyncio.to_thread(parts.placement.devices, None, engines)
-    setup = parts.engine_setup(section, str(path), logs=None, colocated=False)
-    engine = parts.engine(section, setup, devices.engines.get(key, ()))
+    await asyncio.to_thread(lambda: parts.devices)  # may import torch
+    (engine,) = parts.make_engines(str(path)).values()
     if hasattr(engine, "started"):
         await engine.started()
     status("loading the model")
