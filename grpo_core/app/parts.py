@@ -61,7 +61,7 @@ from grpo_core.processes.aio import UNLIMITED, Slots
 from grpo_core.processes.cores import thread_count
 from grpo_core.storage.published import Published
 from grpo_core.text.rendering import Renderer
-from grpo_core.validation.runner import Context, HeldOut, Measured, Validation
+from grpo_core.validation.runner import Context, HeldOut, Validation
 
 T = TypeVar("T")
 
@@ -607,31 +607,20 @@ class Parts:
     ) -> Validation:
         """Make the validation of a run's versions up to the ``last`` one."""
         rollout = self.config.rollout
-
-        def measured(part: HeldOut) -> Measured:
-            config = part.config
-            context = Context(
-                version=0,
-                prompts=part.measured(),
-                known=part.known(),
-                engine=engine,
-                environments=part.environments,
-                renderer=renderer,
-                sampling=evolve(
-                    sampling_params(rollout), top_p=config.top_p, top_k=config.top_k, min_p=config.min_p
-                ),
-                deadline=config.deadline,
-                retries=rollout.max_retries,
-                seed=self.config.seed,
-                group_size=rollout.group_size,
-                places=places,
-            )
-            strategy, interval = self.strategy(config, part.name), Interval(config.every, config.at_start)
-            return Measured(
-                set=part.name, name=config.name, strategy=strategy, interval=interval, context=context
-            )
-
-        return Validation(parts=[measured(part) for part in held_out], last=last, emit=emit)
+        shared = Context(
+            version=0,
+            prompts={},
+            engine=engine,
+            environments={},
+            renderer=renderer,
+            sampling=sampling_params(rollout),
+            retries=rollout.max_retries,
+            seed=self.config.seed,
+            group_size=rollout.group_size,
+            places=places,
+        )
+        strategies = {part.name: self.strategy(part.config, part.name) for part in held_out}
+        return Validation(parts=held_out, strategies=strategies, shared=shared, last=last, emit=emit)
 
 
 def sampling_params(config: RolloutConfig) -> SamplingParams:
