@@ -19,7 +19,7 @@ from grpo_core.contracts.records import Episode, Judgement, Prompt, SessionStart
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.plugins.selection import PluginSelection
-from grpo_core.processes.aio import Slots
+from grpo_core.processes.aio import FairSemaphore
 from grpo_core.testing import HostedEnvironment, clock, finished
 
 JUDGES = """
@@ -231,7 +231,7 @@ def test_slots_are_never_taken_twice_and_all_are_free_in_the_end(number, calls, 
                     taken -= min(size, number)
 
     async def main():
-        slots = Slots(number)
+        slots = FairSemaphore(number)
         async with asyncio.TaskGroup() as group:
             for each in calls:
                 group.create_task(call(slots, *each))
@@ -251,7 +251,7 @@ def test_a_call_that_takes_all_slots_is_not_passed_by():
             await asyncio.sleep(1)
 
     async def main():
-        slots = Slots(2)
+        slots = FairSemaphore(2)
         await asyncio.gather(
             *(call(slots, size, name) for name, size in zip("abcd", (1, 2, 1, 1), strict=True))
         )

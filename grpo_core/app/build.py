@@ -98,7 +98,7 @@ async def train(
     """
     run.directory.forget_end()
     config, plugins = run.parts.config, run.parts.plugins
-    write = partial(provenance.write, resumed_from=run.found.step if run.found else None)
+    write = partial(provenance.write, resumed_from=run.checkpoint.step if run.checkpoint else None)
     await asyncio.to_thread(write, run.directory.path, config, plugins)
     _make_trackers(run, listeners)
     trackers, emit, step = run.trackers, run.trackers.emit, run.step
@@ -152,7 +152,7 @@ async def train(
 
 def _make_trackers(run: Launch, listeners: Mapping[str, Tracker]) -> None:
     """Start the trackers of the run itself, of the configuration, and the listeners."""
-    config, directory, resume = run.parts.config, run.directory, run.found
+    config, directory, resume = run.parts.config, run.directory, run.checkpoint
     kept = config.checkpoint
     steps = sys.maxsize if config.trainer.epochs else config.trainer.steps
     best = kept.best.removeprefix("-")
@@ -185,7 +185,7 @@ async def started(run: Launch) -> AsyncIterator[Pipeline]:
         parts,
         sets=parts.config.validation.due_sets,
         logs=directory.logs,
-        tries=run.found is None,  # the rows of a resumed run are proved
+        tries=run.checkpoint is None,  # the rows of a resumed run are proved
     )
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(parts.aclose)
@@ -208,7 +208,7 @@ async def started(run: Launch) -> AsyncIterator[Pipeline]:
             loader.warn = lambda cause, message: run.emit(
                 WarningRaised(step=pipeline.buffer.step, cause=cause, message=message)
             )
-        for reason in run.found.passed_over if run.found else ():
+        for reason in run.checkpoint.passed_over if run.checkpoint else ():
             report("passed_over", "checkpoints", f"passed over {reason}")
         yield pipeline
 
@@ -216,7 +216,7 @@ async def started(run: Launch) -> AsyncIterator[Pipeline]:
 def warn_of_falls(run: Launch) -> Callable[[Event], None]:
     """Return a receiver of events that warns if held-out prompts get worse and training prompts do not."""
     trend = Trend()
-    if run.found is not None:
+    if run.checkpoint is not None:
         for row in metrics_rows(run.directory.path / "metrics.jsonl"):
             trend.observe(row["step"], {name: each for name, each in row.items() if each is not None})
 
@@ -238,10 +238,10 @@ def _started(context: Launch, buffer: BufferStatistics) -> RunStarted:
         step=context.step,
         directory=str(context.directory.path),
         config=as_table(context.parts.config),
-        resumed=context.found is not None,
+        resumed=context.checkpoint is not None,
         buffer=asdict(buffer),
-        manifest=checkpoint.manifest_digest(context.found.directory) if context.found else "",
-        measured=checkpoint.measured(context.found) if context.found else -1,
+        manifest=checkpoint.manifest_digest(context.checkpoint.directory) if context.checkpoint else "",
+        measured=checkpoint.measured(context.checkpoint) if context.checkpoint else -1,
     )
 
 
@@ -278,7 +278,7 @@ async def _start(run: Launch) -> None:
         evolve(
             parts.trainer_setup(model.path, teacher),
             prepare=model.prepare,
-            resume_from=str(run.found.directory) if run.found else None,
+            resume_from=str(run.checkpoint.directory) if run.checkpoint else None,
             transport=parts.transport(),
             env_vars=devices.trainer,
             shares_gpu=bool(devices.shared),
@@ -314,7 +314,7 @@ async def _connected(run: Launch) -> Pipeline:
             run.warnings.append(("off_policy", remark.message))
         else:
             run.trackers.status(remark.message)
-    if run.found is not None and (changed := changed_schedule(run.found, config.trainer)):
+    if run.checkpoint is not None and (changed := changed_schedule(run.checkpoint, config.trainer)):
         run.warnings.append(("schedule", changed))
     buffer, places, ahead = parts.buffer(), parts.places(), run.tasks.loaders
     for loader in ahead.values():
@@ -326,7 +326,7 @@ async def _connected(run: Launch) -> Pipeline:
     }
     stream = PromptStream(sampler=parts.sampler, loaders=loaders, name=config.sampler.name)
     _restore(run, checkpoint.restore, buffer, loaders, stream)
-    if run.found is not None:  # a dataloader that does not give its rows again is an error now
+    if run.checkpoint is not None:  # a dataloader that does not give its rows again is an error now
         with wrong_input():
             await gather(loader.first(1) for loader in loaders.values())
     engine = WeightsTrackingEngine(run.engines["engine"], partial(_check_held, run))
@@ -335,8 +335,8 @@ async def _connected(run: Launch) -> Pipeline:
         held_out, own or engine, renderer, places, emit=run.emit, last=config.trainer.steps
     )
     _restore(run, checkpoint.restore_validation, validation)
-    if run.found is not None:
-        validation.measured = checkpoint.measured(run.found)
+    if run.checkpoint is not None:
+        validation.measured = checkpoint.measured(run.checkpoint)
     validate: Validate = validation
     watch: list[Watch] = [run.trainer.watch, run.trackers.watch]
     if own is not None:
@@ -384,8 +384,8 @@ async def _connected(run: Launch) -> Pipeline:
 
 def _restore(run: Launch, restore: Callable[..., Iterable[str]], *parts: Any) -> None:
     """Restore parts from the checkpoint of a resumed run, and report what was not restored."""
-    if run.found:
-        for note in restore(run.found.directory, *parts):
+    if run.checkpoint:
+        for note in restore(run.checkpoint.directory, *parts):
             run.trackers.status(f"resuming: {note}")
 
 
@@ -448,7 +448,7 @@ def _import_what_is_needed_soon() -> None:
 
 def _check_held(run: Launch, weights: Weights) -> None:
     """Raise ConfigError if the engine of a resumed run holds other weights than before."""
-    if (found := run.found) is None:
+    if (found := run.checkpoint) is None:
         return
     try:
         now = run.parts.published(run.engines["engine"], weights, weights.version)
@@ -469,7 +469,7 @@ def _save(
     """Return the function that writes a checkpoint."""
     parts, keep = run.parts, run.parts.config.checkpoint.keep
     process = identity(parts.config, Path(run.model.path))
-    before = None if run.found is None else Published.read(run.found.directory / "trainer")
+    before = None if run.checkpoint is None else Published.read(run.checkpoint.directory / "trainer")
 
     async def save(step: int, failure: Failure | None) -> Written:
         cut = checkpoint.cut(buffer, stream, validation, failure)

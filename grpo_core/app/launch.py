@@ -31,7 +31,7 @@ from grpo_core.contracts.protocols import Trainer
 from grpo_core.data.samplers import load_plugin_state
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import BufferStatistics
-from grpo_core.loop.checkpoint import SavedRun
+from grpo_core.loop.checkpoint import Found, SavedRun
 from grpo_core.loop.endings import GOAL_REACHED, Goal
 from grpo_core.loop.retention import Retention
 from grpo_core.loop.schedule import KEYS as SCHEDULE
@@ -58,7 +58,7 @@ def new_run(
     offers: Offers = NO_OFFERS,
 ) -> Launch:
     """Prepare a new run.  The arguments are those of ``configure``.  Raises GrpoError for wrong input."""
-    parts = made(configured_parts(layers, changes, block, offers))
+    parts = made(_configured_parts(layers, changes, block, offers))
     try:
         warnings = _checked(parts)
         parts.config = config = with_absolute_paths(parts.config, parts.plugins)
@@ -90,8 +90,8 @@ def continued(
         resumed = find(path, changes, block, offers)
     try:
         if resumed.finished is None:  # otherwise no part starts
-            if resumed.found is not None:
-                check_states(resumed.found.directory, resumed.parts)
+            if resumed.checkpoint is not None:
+                check_states(resumed.checkpoint.directory, resumed.parts)
             resumed.warnings = _checked(resumed.parts)
         begin(resumed)
     except BaseException:
@@ -115,11 +115,11 @@ def configure(
         block: plugins that are not to be loaded.
         offers: objects of the calling program.
     """
-    parts = configured_parts(layers, changes, block, offers)
+    parts = _configured_parts(layers, changes, block, offers)
     return parts.config, parts.plugins
 
 
-def configured_parts(
+def _configured_parts(
     layers: Sequence[Mapping[str, Any]],
     changes: Mapping[str, Any],
     block: Sequence[str],
@@ -156,7 +156,7 @@ def configure_target(
     The other arguments are those of ``configure``.  Raises GrpoError for wrong input.
     """
     own = without_overridden(found.table, changes, tasks=tasks)
-    return made(configured_parts([*below, own], changes, block, offers, trains=False))
+    return made(_configured_parts([*below, own], changes, block, offers, trains=False))
 
 
 def _checked(parts: Parts) -> list[tuple[str, str]]:
@@ -250,7 +250,7 @@ class Launch:
     directory: RunDirectory
     before: Config | None = None
     """Configuration of the previous start; None for a new run."""
-    found: checkpoint.Found | None = None
+    checkpoint: Found | None = None
     """The checkpoint to resume from."""
     finished: Finished | None = None
     """Set if nothing is left to train."""
@@ -278,7 +278,7 @@ class Launch:
     @property
     def step(self) -> int:
         """The step that the run continues from; 0 for a new run."""
-        return self.found.step if self.found else 0
+        return self.checkpoint.step if self.checkpoint else 0
 
     def emit(self, event: Event) -> None:
         """Send an event to all trackers."""
@@ -303,13 +303,13 @@ def find(path: Path, changes: Mapping[str, Any], block: Sequence[str], offers: O
     directory, before = RunDirectory.open(path, block)
     directory.lock()
     try:
-        return _found(path, directory, before, changes, block, offers)
+        return _resumed(path, directory, before, changes, block, offers)
     except BaseException:
         directory.unlock()  # a stored error would keep the lock
         raise
 
 
-def _found(
+def _resumed(
     path: Path,
     directory: RunDirectory,
     before: Config,
@@ -325,7 +325,7 @@ def _found(
         left = Launch(
             parts=Parts(before, host),
             directory=directory,
-            found=found,
+            checkpoint=found,
             finished=finished,
             notes=(finished.told,),
         )
@@ -374,7 +374,7 @@ def _found(
         parts=parts if finished is not None else made(parts),
         directory=directory,
         before=before,
-        found=found,
+        checkpoint=found,
         finished=finished,
         notes=tuple(notes),
     )
@@ -390,9 +390,7 @@ def _check_nothing_is_ignored(edits: Iterable[tuple[str, Any, Any]], told: str) 
             )
 
 
-def _finished(
-    path: Path, found: checkpoint.Found, config: Config, directory: RunDirectory
-) -> Finished | None:
+def _finished(path: Path, found: Found, config: Config, directory: RunDirectory) -> Finished | None:
     """Return the end of a run if nothing is left to train and validate after its checkpoint."""
     with checkpoint.reading(found.directory):
         state = checkpoint.read_pipeline(found.directory)
@@ -435,7 +433,7 @@ def begin(resumed: Launch) -> None:
     """Write the configuration if it has changed."""
     if resumed.before not in (None, resumed.parts.config):
         resumed.directory.replace_config(resumed.parts.config)
-        if resumed.found is None:
+        if resumed.checkpoint is None:
             resumed.directory.remove_model()  # it was made for the previous configuration
 
 
@@ -454,7 +452,7 @@ def identity(config: Config, start: Path) -> dict[str, Any]:
     }
 
 
-def changed_schedule(found: checkpoint.Found, trainer: TrainerConfig) -> str:
+def changed_schedule(found: Found, trainer: TrainerConfig) -> str:
     """Return a message if the resume changes the learning rates of later steps, or "".
 
     Args:

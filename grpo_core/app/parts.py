@@ -57,7 +57,7 @@ from grpo_core.plugins.configured import model_section
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.offers import Bound
 from grpo_core.plugins.transports import find_transport
-from grpo_core.processes.aio import UNLIMITED, Slots
+from grpo_core.processes.aio import UNLIMITED, FairSemaphore
 from grpo_core.processes.cores import thread_count
 from grpo_core.storage.published import Published
 from grpo_core.text.rendering import Renderer
@@ -162,7 +162,7 @@ class Parts:
     def text_engine(self) -> str:
         """Key of an engine without tokens; empty if there is none."""
         for key, section in self.engines.items():
-            if self.plugins.find("engine", section.name).offer.gives == "text":
+            if self.plugins.find("engine", section.name).offer.output == "text":
                 return key
         return ""
 
@@ -491,9 +491,9 @@ class Parts:
             max_retries=self.config.rollout.max_retries,
         )
 
-    def places(self) -> Slots:
+    def places(self) -> FairSemaphore:
         """Make the limit of concurrent rollouts."""
-        return Slots(self.config.rollout.max_in_flight or UNLIMITED)
+        return FairSemaphore(self.config.rollout.max_in_flight or UNLIMITED)
 
     def playing(self, environments: Mapping[str, EnvironmentClient], renderer: protocols.Renderer) -> Playing:
         """Make the settings for playing groups."""
@@ -600,7 +600,7 @@ class Parts:
         held_out: Sequence[HeldOut],
         engine: Engine,
         renderer: protocols.Renderer,
-        places: Slots,
+        places: FairSemaphore,
         *,
         emit: Callable[[Event], None],
         last: int = 0,

@@ -30,7 +30,7 @@ from grpo_core.loop.metrics import OF, left_out
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
 from grpo_core.loop.rows import sampled_versions
 from grpo_core.loop.versions import Interval
-from grpo_core.processes.aio import UNLIMITED, Limit, Slots, gather, raising_root_cause
+from grpo_core.processes.aio import UNLIMITED, FairSemaphore, Limit, gather, raising_root_cause
 from grpo_core.text.messages import readable
 from grpo_core.validation.estimates import MANY
 
@@ -60,7 +60,7 @@ class Context:
     seed: int = 0
     group_size: int = 1
     """Smallest size of a group where the environment compares rollouts."""
-    places: Slots = field(factory=lambda: Slots(UNLIMITED))
+    places: FairSemaphore = field(factory=lambda: FairSemaphore(UNLIMITED))
     """Limits the number of concurrent rollouts, including training's."""
     known: Mapping[str, int] = field(factory=dict)
     """Number of prompts of which ``prompts`` has some, by task; 0 if they are the first ones of a stream."""
