@@ -74,10 +74,8 @@ class Outcome:
     """Seconds of this process."""
     began: int = 0
     """The step after which this process began."""
-    proved: int | None = None
-    """The newest version that the canary proved the engine to use."""
     unproved: int = 0
-    """Number of weight syncs since then, or since the first one."""
+    """Number of weight syncs since the newest version that the canary proved the engine to use."""
     inexact: Sequence[str] = ()
     """Tasks whose dataloaders do not prove their position."""
 
@@ -103,7 +101,7 @@ async def train(
     _make_trackers(run, listeners)
     trackers, emit, step = run.trackers, run.trackers.emit, run.step
     timeline = Timeline(tell=trackers.stage)
-    proved, unproved, inexact = None, 0, list[str]()
+    unproved, inexact = 0, list[str]()
     with interruptions(trackers.status, stop or Stop()) as interruptible:
         try:
             with reported_to(trackers.report), taken_down(timeline):
@@ -116,7 +114,7 @@ async def train(
                         if run.parts.data_plane.remote:
                             await trackers.flush()  # they still fetch tokens for files from the plane
                         step = pipeline.buffer.step
-                        proved, unproved = pipeline.canaries.proved, pipeline.canaries.unproved
+                        unproved = pipeline.canaries.unproved
                         inexact = [name for name, loader in run.tasks.loaders.items() if not loader.exact]
                 else:
                     reason, steps = run.finished.reason, run.finished.steps
@@ -144,7 +142,6 @@ async def train(
         directory=run.directory.path,
         seconds=time.monotonic() - run.began,
         began=run.step,
-        proved=proved,
         unproved=unproved,
         inexact=inexact,
     )
@@ -316,7 +313,7 @@ async def _connected(run: Launch) -> Pipeline:
             run.trackers.status(remark.message)
     if run.checkpoint is not None and (changed := changed_schedule(run.checkpoint, config.trainer)):
         run.warnings.append(("schedule", changed))
-    buffer, places, ahead = parts.buffer(), parts.places(), run.tasks.loaders
+    buffer, ahead = parts.buffer(), run.tasks.loaders
     for loader in ahead.values():
         loader.status = run.trackers.status
         loader.slots = (config.pipeline.max_staleness + 1) * config.trainer.prompts_per_step
@@ -331,9 +328,7 @@ async def _connected(run: Launch) -> Pipeline:
             await gather(loader.first(1) for loader in loaders.values())
     engine = WeightsTrackingEngine(run.engines["engine"], partial(_check_held, run))
     own = run.engines.get("validation.engine")
-    validation = parts.validation(
-        held_out, own or engine, renderer, places, emit=run.emit, last=config.trainer.steps
-    )
+    validation = parts.validation(held_out, own or engine, renderer, emit=run.emit, last=config.trainer.steps)
     _restore(run, checkpoint.restore_validation, validation)
     if run.checkpoint is not None:
         validation.measured = checkpoint.measured(run.checkpoint)
@@ -357,7 +352,7 @@ async def _connected(run: Launch) -> Pipeline:
         buffer=buffer,
         prompts=stream,
         engine=engine,
-        playing=evolve(parts.playing(environments, renderer), places=places),
+        playing=parts.playing(environments, renderer),
         plane=parts.data_plane,
         learning=parts.learning(),
         trainer=run.trainer,

@@ -491,8 +491,9 @@ class Parts:
             max_retries=self.config.rollout.max_retries,
         )
 
+    @cached_property
     def places(self) -> FairSemaphore:
-        """Make the limit of concurrent rollouts."""
+        """The limit of concurrent rollouts, of training and validation together."""
         return FairSemaphore(self.config.rollout.max_in_flight or UNLIMITED)
 
     def playing(self, environments: Mapping[str, EnvironmentClient], renderer: protocols.Renderer) -> Playing:
@@ -502,7 +503,7 @@ class Parts:
             renderer=renderer,
             sampling=sampling_params(self.config.rollout),
             group_size=self.config.rollout.group_size,
-            places=self.places(),
+            places=self.places,
             seed=self.config.seed,
         )
 
@@ -600,7 +601,6 @@ class Parts:
         held_out: Sequence[HeldOut],
         engine: Engine,
         renderer: protocols.Renderer,
-        places: FairSemaphore,
         *,
         emit: Callable[[Event], None],
         last: int = 0,
@@ -617,7 +617,7 @@ class Parts:
             retries=rollout.max_retries,
             seed=self.config.seed,
             group_size=rollout.group_size,
-            places=places,
+            places=self.places,
         )
         strategies = {part.name: self.strategy(part.config, part.name) for part in held_out}
         return Validation(parts=held_out, strategies=strategies, shared=shared, last=last, emit=emit)

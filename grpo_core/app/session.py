@@ -262,7 +262,10 @@ class Measurement:
             results = await self._measured(status, receive)
         finally:
             for event in played:
-                write_validation(self.directory, event.version, self._stored(event.groups))
+                groups: Sequence[Group] = event.groups
+                if self.parts.text_engine:  # it has no tokens
+                    groups = [evolve(g, rollouts=tuple(map(without_tokens, g.rollouts))) for g in groups]
+                write_validation(self.directory, event.version, groups)
             if not played:
                 self.directory.rmdir()  # it ended before it had results
         validation = self.config.validation
@@ -283,15 +286,6 @@ class Measurement:
         for name, text in files.items():
             (self.directory / name).write_text(text, encoding="utf-8")
         return report
-
-    def _stored(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """Return groups as they are stored: a text engine has no tokens."""
-        if not self.parts.text_engine:
-            return groups
-        return [
-            evolve(group, rollouts=tuple(without_tokens(rollout) for rollout in group.rollouts))
-            for group in groups
-        ]
 
     async def _measured(self, status: Callable[[str], None], emit: Callable[[Event], None]) -> Results:
         """Measure with the configuration's strategies, tasks and sets; return the metrics by task.
@@ -320,7 +314,7 @@ class Measurement:
                 if there < wanted != ValidationConfig().prompts:  # somebody has chosen it
                     status(f"validation.prompts = {wanted}: there are {there}, and all of them are measured")
             status("validating")
-            validation = parts.validation(found.held_out, session.engine, renderer, parts.places(), emit=emit)
+            validation = parts.validation(found.held_out, session.engine, renderer, emit=emit)
             return await validation.measure(self.target.version, validation.parts)
 
 
