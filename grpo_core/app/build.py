@@ -153,13 +153,13 @@ def _make_trackers(run: Launch, listeners: Mapping[str, Tracker]) -> None:
     kept = config.checkpoint
     steps = sys.maxsize if config.trainer.epochs else config.trainer.steps
     best = kept.best.removeprefix("-")
-    measured = Interval(interval_of(best, config, "checkpoint.best")[1]) if best else Interval()
+    validated = Interval(interval_of(best, config, "checkpoint.best")[1]) if best else Interval()
     run.retention = Retention(
         directory.checkpoints,
         every=kept.keep_every,
         best=kept.best,
         keep_best=kept.keep_best,
-        due=partial(measured.due, last=steps),
+        due=partial(validated.due, last=steps),
         step=run.step,
     )
     trackers = run.trackers = Trackers()
@@ -167,7 +167,9 @@ def _make_trackers(run: Launch, listeners: Mapping[str, Tracker]) -> None:
     own: dict[str, Tracker] = {"room on the disk": room}
     if kept.best:
         own["retention of checkpoints"] = run.retention
-    info = directory.info(config, *((resume.step, checkpoint.measured(resume)) if resume else (None,)))
+    info = directory.info(
+        config, *((resume.step, checkpoint.validated_version(resume)) if resume else (None,))
+    )
     made = make_trackers(config, run.parts.plugins, partial(trackers.info, info))
     trackers.add({**own, **made, **listeners}, checkpoint.read_trackers(resume.directory) if resume else {})
 
@@ -238,7 +240,7 @@ def _started(context: Launch, buffer: BufferStatistics) -> RunStarted:
         resumed=context.checkpoint is not None,
         buffer=asdict(buffer),
         manifest=checkpoint.manifest_digest(context.checkpoint.directory) if context.checkpoint else "",
-        measured=checkpoint.measured(context.checkpoint) if context.checkpoint else -1,
+        measured=checkpoint.validated_version(context.checkpoint) if context.checkpoint else -1,
     )
 
 
@@ -331,7 +333,7 @@ async def _connected(run: Launch) -> Pipeline:
     validation = parts.validation(held_out, own or engine, renderer, emit=run.emit, last=config.trainer.steps)
     _restore(run, checkpoint.restore_validation, validation)
     if run.checkpoint is not None:
-        validation.measured = checkpoint.measured(run.checkpoint)
+        validation.validated_version = checkpoint.validated_version(run.checkpoint)
     validate: Validate = validation
     watch: list[Watch] = [run.trainer.watch, run.trackers.watch]
     if own is not None:
@@ -367,7 +369,7 @@ async def _connected(run: Launch) -> Pipeline:
             **readings.memory(),
         },
         validate=validate,
-        validate_first=validation.measured < run.step,
+        validate_first=validation.validated_version < run.step,
         save=_save(run, buffer, loaders, stream, validation, engine),
         resting=[each for each in shared if hasattr(each, "rest")],
     )
@@ -472,7 +474,7 @@ def _save(
         return await checkpoint.begin(
             run.directory.checkpoints,
             step=step,
-            pipeline={**cut, "measured": validation.measured, "goal": run.goal, "run": process},
+            pipeline={**cut, "measured": validation.validated_version, "goal": run.goal, "run": process},
             loaders=checkpoint.loader_states(loaders, cut["buffer"]),
             trackers=states,
             save_trainer=run.trainer.save,

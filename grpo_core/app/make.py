@@ -135,14 +135,14 @@ def preflight(parts: Parts) -> list[tuple[str, str]]:
     Raises GrpoError.
     """
     host = parts.plugins
-    found = []
+    warnings = []
     for plugin in host.plugins:
-        for name, given in plugin.offers.get("preflight", {}).items():
-            offer = Selected("preflight", name, plugin, given)
-            function = offer.load()
-            with plugin_errors(str(offer)):
-                found += [(name, message) for message in function(parts.config, host)]
-    return found
+        for name, offer in plugin.offers.get("preflight", {}).items():
+            selected = Selected("preflight", name, plugin, offer)
+            function = selected.load()
+            with plugin_errors(str(selected)):
+                warnings += [(name, message) for message in function(parts.config, host)]
+    return warnings
 
 
 def _check_teacher(config: Config) -> None:

@@ -143,8 +143,15 @@ async def start_session(
         stack.push_async_callback(parts.aclose)
         if look is not None:
             await look(tasks)
+        engine: Engine
+        renderer: protocols.Renderer
         if parts.text_engine:
-            engine, renderer = _start_text(parts, stack)
+            (section,) = parts.engines.values()
+            setup = parts.engine_setup(section, "", logs=None, colocated=False)
+            renderer = TextRenderer()
+            hosted: Any = parts.plugins.make("engine", section.name, setup, **section.options)
+            engine = PlayingText(hosted, renderer)
+            stack.push_async_callback(engine.aclose)
         else:
             start = StartModel(path=str(target.model))
             if target.model is None:
@@ -158,17 +165,6 @@ async def start_session(
             environments=tasks.environments,
             tasks=tasks,
         )
-
-
-def _start_text(parts: Parts, stack: contextlib.AsyncExitStack) -> tuple[Engine, protocols.Renderer]:
-    """Start an engine that needs no weights; it ends with the stack."""
-    (section,) = parts.engines.values()
-    setup = parts.engine_setup(section, "", logs=None, colocated=False)
-    renderer = TextRenderer()
-    hosted: Any = parts.plugins.make("engine", section.name, setup, **section.options)
-    engine = PlayingText(hosted, renderer)
-    stack.push_async_callback(engine.aclose)
-    return engine, renderer
 
 
 async def _start_engine(
@@ -342,12 +338,12 @@ def prepare(
         offers: objects of the calling program.
     """
     with wrong_input():
-        measured = find_target(target, changes.get("plugins"), block, step)
-    parts = configure_target(measured, changes, block, offers, tasks=tasks)
+        chosen = find_target(target, changes.get("plugins"), block, step)
+    parts = configure_target(chosen, changes, block, offers, tasks=tasks)
     config = parts.config
     engine = (config.validation.engine or config.engine).name
     if parts.text_engine:  # of a run only the tasks are used
-        measured = evolve(measured, name=f"engine {engine}", model=None, version=0, notes=())
+        chosen = evolve(chosen, name=f"engine {engine}", model=None, version=0, notes=())
     elif target is None:
         raise ConfigError(
             f"MODEL is missing: the engine {engine!r} needs its weights; name a run, the directory of a "
@@ -358,19 +354,19 @@ def prepare(
         raise ConfigError(
             f"--only {unknown[0]}: is neither a task nor a validation set; expected one of {', '.join(known)}"
         )
-    if measured.model is not None:
-        parts.odd_files(measured.model)
+    if chosen.model is not None:
+        parts.odd_files(chosen.model)
     if output is None:
         now = datetime.now().strftime("%Y%m%d-%H%M%S")
         in_run = Path(target, "validated", now) if target and Path(target, CONFIG).is_file() else None
         of_model = RUNS / f"{'+'.join(config.tasks or config.validation.sets)}-validated-{now}"
         output = unused(in_run or of_model)
-    if only and measured.model is not None:  # or the model may be made from the prompts of all tasks
+    if only and chosen.model is not None:  # or the model may be made from the prompts of all tasks
         needed = {*only, *(one.task for name, one in config.validation.sets.items() if name in only)}
         tasks_of = {name: one for name, one in config.tasks.items() if name in needed}
         parts.config = evolve(config, tasks=tasks_of)
     directory = new_directory(output)
-    return Measurement(config=config, parts=parts, target=measured, only=only, directory=directory)
+    return Measurement(config=config, parts=parts, target=chosen, only=only, directory=directory)
 
 
 async def _held_out(

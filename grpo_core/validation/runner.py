@@ -463,7 +463,7 @@ class Validation:
     """The last version of the run."""
     emit: Callable[[Event], None] = field(default=lambda event: None)
     """Receives the rollouts as an event, also if a strategy fails, but not if the validation is cancelled."""
-    measured: int = -1
+    validated_version: int = -1
     """The newest version for which everything due was measured."""
 
     async def __call__(self, version: int) -> Results:
@@ -473,7 +473,7 @@ class Validation:
             if Interval(part.config.every, part.config.at_start).due(version, last=self.last)
         ]
         results = await self.measure(version, due)
-        self.measured = version
+        self.validated_version = version
         return results
 
     async def measure(self, version: int, parts: Sequence[HeldOut]) -> Results:

@@ -539,7 +539,7 @@ class Simulation:
         )
         if found is not None:
             checkpoint.restore(found.directory, buffer, loaders, stream)
-        self._measured = -1 if found is None else checkpoint.measured(found)
+        self._measured = -1 if found is None else checkpoint.validated_version(found)
         self.truth.carried = {slot.id for slot, _ in buffer.state_dict()["ready"]}
 
         async def save(step: int, failure: Failure | None) -> Written:
