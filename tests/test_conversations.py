@@ -224,7 +224,7 @@ FILE = """
 
     @grpo.hookimpl
     def grpo_engines():
-        return {{"said": grpo.EngineOffer(Said, gives="text")}}
+        return {{"said": grpo.EngineOffer(Said, output="text")}}
 """
 
 

@@ -24,6 +24,7 @@ PARTS = """
 import grpo_core as grpo
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.data.samplers import Mix
+from grpo_core.demo.source import TinyModel
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.storage.planes import MemoryPlane
 from grpo_core.training.process import ProcessTrainer
@@ -74,6 +75,9 @@ def grpo_data_planes():
 def grpo_trainers():
     return {"counted": counted("trainer", ProcessTrainer)}
 @grpo.hookimpl
+def grpo_models():
+    return {"counted": counted("model", TinyModel)}
+@grpo.hookimpl
 def grpo_engines():
     return {"counted": counted("engine", LocalEngine)}
 """
@@ -81,7 +85,7 @@ KINDS = ("placement", "sampler", "data_plane", "trainer", "engine")
 TABLE = {
     "plugins": ["counted"],
     "tasks": {"numbers": {"env": "numbers"}},
-    "model": {"options": {"warm_start_steps": 1}},
+    "model": {"path": "counted", "options": {"warm_start_steps": 1}},
     "trainer": {"steps": 1, "prompts_per_step": 2},
     "rollout": {"group_size": 2},
     "validation": {"name": "counted", "every": 1, "prompts": 2},
@@ -107,7 +111,7 @@ def made_of(tables):
 
 def test_a_part_is_made_once_and_passed_on(counted):
     parts = made_of(table())
-    assert sorted(counted.made) == ["placement", "plane", "sampler", "strategy"]
+    assert sorted(counted.made) == ["model", "placement", "plane", "sampler", "strategy"]
     assert parts.sampler is parts.sampler
     assert parts.strategy(parts.config.validation) is parts.strategy(parts.config.validation)
     parts.close()
@@ -120,7 +124,7 @@ def test_a_run_calls_each_constructor_once(counted, tmp_path):
     start = new_run([table()], {}, output=tmp_path / "run")
     asyncio.run(train(start))
     start.directory.unlock()
-    assert sorted(counted.made) == ["engine", "placement", "plane", "sampler", "strategy", "trainer"]
+    assert sorted(counted.made) == ["engine", "model", "placement", "plane", "sampler", "strategy", "trainer"]
     assert sorted(counted.closed) == sorted(counted.made)
 
 

@@ -39,7 +39,7 @@ from grpo_core.loop.pipeline import Checks, Learning, Pipeline, Playing, Schedul
 from grpo_core.loop.rollout import SamplingParams
 from grpo_core.loop.rows import group as group_advantages
 from grpo_core.loop.versions import Interval
-from grpo_core.processes.aio import Slots
+from grpo_core.processes.aio import FairSemaphore
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run
 from grpo_core.testing.fakes import FakePrompts
 from grpo_plugin_algorithms.shaping import Shaping, ShapingConfig
@@ -263,7 +263,7 @@ class CountingEngine(FakeEngine):
 def test_no_more_rollouts_are_played_at_the_same_time_than_there_are_places(places, most):
     """Groups have four rollouts, which begin together."""
     engine = CountingEngine()
-    story = Run(engine=engine, places=Slots(places))()
+    story = Run(engine=engine, places=FairSemaphore(places))()
     assert story.result == "finished"
     assert engine.most == most
     assert len(story.trained) == len(set(story.trained)) == 48

@@ -328,8 +328,8 @@ def a_group(slot):
 def resumed(path, *settings):
     """Find the run as ``train --resume`` does; its lock ends with the result."""
     launch = launching.find(path, table(*settings), ())
-    if launch.found is not None and launch.over is None:
-        launching.check_states(launch.found.directory, launch.parts)
+    if launch.checkpoint is not None and launch.finished is None:
+        launching.check_states(launch.checkpoint.directory, launch.parts)
     return launch
 
 

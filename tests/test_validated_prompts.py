@@ -15,7 +15,6 @@ from grpo_core.config import ValidationConfig, build
 from grpo_core.contracts.events import Validated
 from grpo_core.contracts.records import Prompt, RunInfo
 from grpo_core.plugins.host import PluginHost
-from grpo_core.processes.aio import Slots
 from grpo_core.reporting.terminal import TerminalTracker
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer
 from grpo_core.validation.results import as_line, table
@@ -57,9 +56,7 @@ def measured(held_out, versions):
             PluginHost.discover(),
         )
         engine = FakeEngine()
-        validation = parts.validation(
-            [held_out], engine, FakeRenderer(), Slots(100), last=9, emit=played.append
-        )
+        validation = parts.validation([held_out], engine, FakeRenderer(), last=9, emit=played.append)
         results = []
         for version in versions:
             engine.version = version
@@ -126,7 +123,7 @@ class Said(grpo.TextEngine):
 
 @grpo.hookimpl
 def grpo_engines():
-    return {"said": grpo.EngineOffer(Said, gives="text")}
+    return {"said": grpo.EngineOffer(Said, output="text")}
 """
 
 

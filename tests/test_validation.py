@@ -18,7 +18,7 @@ from grpo_core.contracts.incidents import reported_to
 from grpo_core.contracts.records import Feedback, Judgement, Prompt, Weights
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.loop.rollout import SamplingParams
-from grpo_core.processes.aio import Slots
+from grpo_core.processes.aio import FairSemaphore
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, run
 from grpo_core.validation.runner import FEEDBACK_RETRIES, Context, run_strategy
 from grpo_core.validation.strategies import Batched, Greedy, Pipelined
@@ -84,7 +84,8 @@ class Stuck:
 @pytest.mark.parametrize("mode", ["pipelined", "batched"])
 def test_a_validation_plays_no_more_rollouts_at_the_same_time_than_there_are_places(mode):
     engine = CountingEngine(reply=echo)
-    results = validated(Greedy(mode=mode), FakeEnvironment(right), n=20, engine=engine, places=Slots(6))
+    places = FairSemaphore(6)
+    results = validated(Greedy(mode=mode), FakeEnvironment(right), n=20, engine=engine, places=places)
     assert results["task"]["reward"] == 1.0
     assert engine.most == 6
 

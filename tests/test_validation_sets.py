@@ -22,7 +22,6 @@ from grpo_core.loop.laws import Laws, Terms
 from grpo_core.loop.retention import Retention
 from grpo_core.loop.versions import Interval
 from grpo_core.plugins.host import PluginHost
-from grpo_core.processes.aio import Slots
 from grpo_core.reporting.stored import stored_rollouts
 from grpo_core.reporting.verification import verified
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, run
@@ -209,7 +208,6 @@ def test_a_version_is_measured_by_what_is_due_and_all_transcripts_are_one_event(
             ],
             engine,
             FakeRenderer(),
-            Slots(100),
             last=7,
             emit=played.append,
         )

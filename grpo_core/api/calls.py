@@ -113,7 +113,7 @@ def train(
             start = continued(Path(resume), asked.table, block, offers=asked.offers)
     for note in start.notes:
         print(inert(_as_argument(note)), flush=True)
-    if start.over is not None and start.over.complete:
+    if start.finished is not None and start.finished.complete:
         start.directory.unlock()
         return Run(start.directory.path)
     stop, again = Stop(), f"train(resume={str(start.directory.path)!r}) continues"

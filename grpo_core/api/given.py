@@ -139,7 +139,7 @@ def _task(found: Arguments, name: str, env: Any, splits: Mapping[str, Any]) -> d
     if isinstance(env, type) or (isinstance(env, functools.partial) and isinstance(env.func, type)):
         return {"env": found.offer("environment", name, env), **_data(found, name, splits)}
     if any(hasattr(env, method) for method in ("evaluate", "score", "run")):
-        one = Offer(lambda: env, once=True)
+        one = Offer(lambda: env, single_use=True)
         return {"env": found.offer("environment", name, one), **_data(found, name, splits)}
     if not callable(env):
         raise ConfigError(

@@ -7,7 +7,7 @@ import contextlib
 import importlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +16,6 @@ from typing import Any
 from attrs import asdict, evolve, frozen
 
 from grpo_core.app import provenance, readings
-from grpo_core.app.gpus import Devices
 from grpo_core.app.launch import Launch, changed_schedule, check_held, identity
 from grpo_core.app.make import interval_of
 from grpo_core.app.model_sources import ModelRequest, StartModel, fetched, with_max_tokens
@@ -25,7 +24,7 @@ from grpo_core.app.preflight import preflight_async
 from grpo_core.app.prompts import RunPrompts, has_tokenizer, judge_one_reply
 from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.app.tasks import Tasks
-from grpo_core.config import ScoreConfig, as_table
+from grpo_core.config import as_table
 from grpo_core.contracts.errors import describe, fault_of, wrong_input
 from grpo_core.contracts.events import (
     ErrorRaised,
@@ -37,7 +36,7 @@ from grpo_core.contracts.events import (
     WarningRaised,
 )
 from grpo_core.contracts.incidents import report, reported_to
-from grpo_core.contracts.protocols import Engine, Tracker, Trainer
+from grpo_core.contracts.protocols import Tracker
 from grpo_core.contracts.records import Group, Prompt, Weights
 from grpo_core.data.loaders import IndexedLoader, LookAhead
 from grpo_core.data.samplers import PromptStream
@@ -57,7 +56,6 @@ from grpo_core.reporting.trackers import Trackers, make_trackers
 from grpo_core.storage.planes import check_reader
 from grpo_core.storage.published import Published
 from grpo_core.storage.run_directory import metrics_rows
-from grpo_core.text.rendering import Renderer
 from grpo_core.validation.runner import DedicatedValidator, Validation, WeightsTrackingEngine
 
 Loaders = Mapping[str, LookAhead]
@@ -77,16 +75,14 @@ class Outcome:
     """Seconds of this process."""
     began: int = 0
     """The step after which this process began."""
-    proved: int | None = None
-    """The newest version that the canary proved the engine to use."""
     unproved: int = 0
-    """Number of weight syncs since then, or since the first one."""
+    """Number of weight syncs since the newest version that the canary proved the engine to use."""
     inexact: Sequence[str] = ()
     """Tasks whose dataloaders do not prove their position."""
 
 
 async def train(
-    start: Launch, *, listeners: Mapping[str, Tracker] = MappingProxyType({}), stop: Stop | None = None
+    run: Launch, *, listeners: Mapping[str, Tracker] = MappingProxyType({}), stop: Stop | None = None
 ) -> Outcome:
     """Train until the last step, a signal, or an error.
 
@@ -95,68 +91,49 @@ async def train(
     complete.
 
     Args:
-        start: the run; if nothing is left to train, only the trackers start.
+        run: the run; if nothing is left to train, only the trackers start.
         listeners: further trackers, by name.
         stop: does what signals do.
     """
-    start.directory.forget_end()
-    resumed_from = start.found.step if start.found else None
-    await asyncio.to_thread(
-        provenance.write,
-        start.directory.path,
-        start.parts.config,
-        start.parts.plugins,
-        resumed_from=resumed_from,
-    )
-    _make_trackers(start, listeners)
-    with interruptions(start.trackers.status, stop or Stop()) as interruptible:
-        return await _train(start, interruptible)
-
-
-async def _train(run: Launch, interruptible: Callable[[Pipeline], None]) -> Outcome:
-    """Train with trackers that have started, and end them.
-
-    Args:
-        interruptible: is called with the pipeline.
-    """
-    trackers, emit, over = run.trackers, run.trackers.emit, run.over
+    run.directory.forget_end()
+    config, plugins = run.parts.config, run.parts.plugins
+    write = partial(provenance.write, resumed_from=run.checkpoint.step if run.checkpoint else None)
+    await asyncio.to_thread(write, run.directory.path, config, plugins)
+    _make_trackers(run, listeners)
+    trackers, emit, step = run.trackers, run.trackers.emit, run.step
     timeline = Timeline(tell=trackers.stage)
-    step = run.step
-    try:
-        async with run.stack as stack:
-            stack.enter_context(reported_to(trackers.report))
-            stack.push_async_callback(run.parts.aclose)
-            stack.enter_context(taken_down(timeline))
-            timeline.stage("start")
-            if over is None:
-                pipeline = await _start(run)
-                interruptible(pipeline)
-                spare_the_collector()
-                reason, steps = await pipeline.run(), pipeline.buffer.num_steps
-                if run.parts.data_plane.remote:
-                    await trackers.flush()  # they still fetch tokens for files from the plane
-                step = pipeline.buffer.step
-                proved, unproved = pipeline.canaries.proved, pipeline.canaries.unproved
-                inexact = [name for name, loader in run.tasks.loaders.items() if not loader.exact]
-            else:
-                reason, steps = over.reason, over.steps
-                proved, unproved, inexact = None, 0, []
-                config = run.parts.config
-                run.parts.config = evolve(config, trainer=evolve(config.trainer, steps=steps))
-                emit(_started(run, over.buffer))
-    except BaseException as error:
-        emit(timeline.extended(step))
-        interrupted, last = isinstance(error, asyncio.CancelledError), max(step, trackers.step)
-        if not interrupted:
-            emit(ErrorRaised(step=last, message=describe(error), fault=fault_of(error)))
-        emit(RunEnded(step=last, reason="interrupted" if interrupted else "failed"))
-        raise
-    else:
-        emit(timeline.extended(step))
-        emit(RunEnded(step=step, reason=reason))
-    finally:
-        await trackers.close()
-    trackers.check()
+    unproved, inexact = 0, list[str]()
+    with interruptions(trackers.status, stop or Stop()) as interruptible:
+        try:
+            with reported_to(trackers.report), taken_down(timeline):
+                timeline.stage("start")
+                if run.finished is None:
+                    async with started(run) as pipeline:
+                        interruptible(pipeline)
+                        spare_the_collector()
+                        reason, steps = await pipeline.run(), pipeline.buffer.num_steps
+                        if run.parts.data_plane.remote:
+                            await trackers.flush()  # they still fetch tokens for files from the plane
+                        step = pipeline.buffer.step
+                        unproved = pipeline.canaries.unproved
+                        inexact = [name for name, loader in run.tasks.loaders.items() if not loader.exact]
+                else:
+                    reason, steps = run.finished.reason, run.finished.steps
+                    run.parts.config = evolve(config, trainer=evolve(config.trainer, steps=steps))
+                    emit(_started(run, run.finished.buffer))
+        except BaseException as error:
+            emit(timeline.extended(step))
+            interrupted, last = isinstance(error, asyncio.CancelledError), max(step, trackers.step)
+            if not interrupted:
+                emit(ErrorRaised(step=last, message=describe(error), fault=fault_of(error)))
+            emit(RunEnded(step=last, reason="interrupted" if interrupted else "failed"))
+            raise
+        else:
+            emit(timeline.extended(step))
+            emit(RunEnded(step=step, reason=reason))
+        finally:
+            await trackers.close()
+        trackers.check()
     if trackers.ended:
         run.directory.mark_ended(reason, step)
     return Outcome(
@@ -166,7 +143,6 @@ async def _train(run: Launch, interruptible: Callable[[Pipeline], None]) -> Outc
         directory=run.directory.path,
         seconds=time.monotonic() - run.began,
         began=run.step,
-        proved=proved,
         unproved=unproved,
         inexact=inexact,
     )
@@ -174,17 +150,17 @@ async def _train(run: Launch, interruptible: Callable[[Pipeline], None]) -> Outc
 
 def _make_trackers(run: Launch, listeners: Mapping[str, Tracker]) -> None:
     """Start the trackers of the run itself, of the configuration, and the listeners."""
-    config, directory, resume = run.parts.config, run.directory, run.found
+    config, directory, resume = run.parts.config, run.directory, run.checkpoint
     kept = config.checkpoint
     steps = sys.maxsize if config.trainer.epochs else config.trainer.steps
     best = kept.best.removeprefix("-")
-    measured = Interval(interval_of(best, config, "checkpoint.best")[1]) if best else Interval()
+    validated = Interval(interval_of(best, config, "checkpoint.best")[1]) if best else Interval()
     run.retention = Retention(
         directory.checkpoints,
         every=kept.keep_every,
         best=kept.best,
         keep_best=kept.keep_best,
-        due=partial(measured.due, last=steps),
+        due=partial(validated.due, last=steps),
         step=run.step,
     )
     trackers = run.trackers = Trackers()
@@ -192,13 +168,16 @@ def _make_trackers(run: Launch, listeners: Mapping[str, Tracker]) -> None:
     own: dict[str, Tracker] = {"room on the disk": room}
     if kept.best:
         own["retention of checkpoints"] = run.retention
-    info = directory.info(config, *((resume.step, checkpoint.measured(resume)) if resume else (None,)))
+    info = directory.info(
+        config, *((resume.step, checkpoint.validated_version(resume)) if resume else (None,))
+    )
     made = make_trackers(config, run.parts.plugins, partial(trackers.info, info))
     trackers.add({**own, **made, **listeners}, checkpoint.read_trackers(resume.directory) if resume else {})
 
 
-async def _start(run: Launch) -> Pipeline:
-    """Start every part of a run, and notify the trackers of its start."""
+@contextlib.asynccontextmanager
+async def started(run: Launch) -> AsyncIterator[Pipeline]:
+    """Start every part of a run, connect them, and notify the trackers; all parts end with the block."""
     parts, directory = run.parts, run.directory
     run.trackers.status("starting the environments")
     importing = asyncio.create_task(asyncio.to_thread(_import_what_is_needed_soon))
@@ -206,35 +185,38 @@ async def _start(run: Launch) -> Pipeline:
         parts,
         sets=parts.config.validation.due_sets,
         logs=directory.logs,
-        tries=run.found is None,  # the rows of a resumed run are proved
+        tries=run.checkpoint is None,  # the rows of a resumed run are proved
     )
-    try:
-        run.tasks = await run.stack.enter_async_context(around)
-        run.stack.push_async_callback(parts.aclose)  # while the placement is connected
-        await importing
-        for remark in filter(None, (each.remark for each in run.tasks.environments.values())):
-            run.trackers.status(remark)
-        pipeline = await build_pipeline(run)
-    except BaseException:
-        directory.take_back_config()  # a resumed run drops changes that prevent its start
-        raise
-    run.emit(_started(run, pipeline.buffer.statistics()))
-    run.after.append(await asyncio.to_thread(warn_of_falls, run))
-    for cause, message in run.warnings:
-        run.emit(WarningRaised(step=run.step, cause=cause, message=message))
-    for loader in run.tasks.loaders.values():
-        loader.warn = lambda cause, message: run.emit(
-            WarningRaised(step=pipeline.buffer.step, cause=cause, message=message)
-        )
-    for reason in run.found.passed_over if run.found else ():
-        report("passed_over", "checkpoints", f"passed over {reason}")
-    return pipeline
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(parts.aclose)
+        try:
+            run.tasks = await stack.enter_async_context(around)
+            stack.push_async_callback(parts.aclose)  # while the placement is connected
+            await importing
+            for remark in filter(None, (each.remark for each in run.tasks.environments.values())):
+                run.trackers.status(remark)
+            await _start(run)
+            pipeline = await _connected(run)
+        except BaseException:
+            directory.take_back_config()  # a resumed run drops changes that prevent its start
+            raise
+        run.emit(_started(run, pipeline.buffer.statistics()))
+        run.after.append(await asyncio.to_thread(warn_of_falls, run))
+        for cause, message in run.warnings:
+            run.emit(WarningRaised(step=run.step, cause=cause, message=message))
+        for loader in run.tasks.loaders.values():
+            loader.warn = lambda cause, message: run.emit(
+                WarningRaised(step=pipeline.buffer.step, cause=cause, message=message)
+            )
+        for reason in run.checkpoint.passed_over if run.checkpoint else ():
+            report("passed_over", "checkpoints", f"passed over {reason}")
+        yield pipeline
 
 
 def warn_of_falls(run: Launch) -> Callable[[Event], None]:
     """Return a receiver of events that warns if held-out prompts get worse and training prompts do not."""
     trend = Trend()
-    if run.found is not None:
+    if run.checkpoint is not None:
         for row in metrics_rows(run.directory.path / "metrics.jsonl"):
             trend.observe(row["step"], {name: each for name, each in row.items() if each is not None})
 
@@ -256,31 +238,31 @@ def _started(context: Launch, buffer: BufferStatistics) -> RunStarted:
         step=context.step,
         directory=str(context.directory.path),
         config=as_table(context.parts.config),
-        resumed=context.found is not None,
+        resumed=context.checkpoint is not None,
         buffer=asdict(buffer),
-        manifest=checkpoint.manifest_digest(context.found.directory) if context.found else "",
-        measured=checkpoint.measured(context.found) if context.found else -1,
+        manifest=checkpoint.manifest_digest(context.checkpoint.directory) if context.checkpoint else "",
+        measured=checkpoint.validated_version(context.checkpoint) if context.checkpoint else -1,
     )
 
 
-async def build_pipeline(run: Launch) -> Pipeline:
-    """Start the other parts of a run after its environments, and make its pipeline."""
+async def _start(run: Launch) -> None:
+    """Start the other parts of a run after its environments: first what costs little."""
     parts, tasks, config = run.parts, run.tasks, run.parts.config
-    devices = await asyncio.to_thread(parts.placement.devices, parts.trainer_here, parts.engines, parts.ranks)
+    devices = await asyncio.to_thread(lambda: parts.devices)
     if devices.told:
         run.trackers.status(devices.told)
     chosen = config.validation
-    found = RunPrompts(
+    run.prompts = RunPrompts(
         prompts=await tasks.prompts("train", config.trainer.prompts_per_step),
         held_out=await tasks.held_out(chosen, chosen.due_sets, tasks=bool(chosen.every)),
     )
     run.warnings += [note for data in tasks.data.values() for note in data.notes.items()]
     check_loaders(config, tasks.loaders, parts.sampler)
-    at_hand = {name: part for name, part in found.prompts.items() if name not in tasks.loaders}
+    at_hand = {name: part for name, part in run.prompts.prompts.items() if name not in tasks.loaders}
     await judge_one_reply(tasks.environments, at_hand)
     await parts.data_plane.started()
     check_reader(parts.data_plane, config.data_plane.name)
-    model = await _start_model(run, found)
+    run.model = model = await _start_model(run)
     scores = dict(parts.scores)
     for name in (name for name in scores if scores[name].model):
         path = await fetched(scores[name].model, run.trackers.status)
@@ -289,70 +271,60 @@ async def build_pipeline(run: Launch) -> Pipeline:
         parts.config = config = with_max_tokens(config, model.max_tokens)
         run.directory.complete_config(config)
     check_lengths(config.rollout, model.positions)
-
-    async def load_renderer() -> tuple[Renderer, RunPrompts]:
-        """Load the renderer; return it with the prompts that are short enough."""
-        sections = [each for each in (config.engine, chosen.engine) if each is not None]
-        renderer = await asyncio.to_thread(parts.renderer, model.path, sections)
-        kept, messages = await found.short_enough(
-            config.rollout.max_prompt_tokens, tasks.environments, renderer, tasks.loaders
+    early = has_tokenizer(config, model) if config.rollout.max_prompt_tokens else model.prepare is None
+    if early:
+        await _load_renderer(run)
+    sizes = {name: tasks.size(name, part) for name, part in run.prompts.prompts.items()}
+    parts.config = with_steps(config, sizes)
+    run.trackers.status(model.doing)
+    run.trainer = parts.trainer(
+        evolve(
+            parts.trainer_setup(model.path),
+            scores=scores,
+            prepare=model.prepare,
+            resume_from=str(run.checkpoint.directory) if run.checkpoint else None,
+            transport=parts.transport(),
+            env_vars=devices.trainer,
+            shares_gpu=bool(devices.shared),
+            profile=str(run.directory.profile),
+            log=str(run.directory.logs / "trainer.log"),
         )
-        run.warnings += messages.items()
-        run.warnings += await preflight_async(
-            parts,
-            renderer=renderer,
-            held_out=kept.held_out,
-            prompts=kept.prompts,
-            environments=tasks.environments,
-        )
-        return renderer, kept
-
-    renderer = None
-    if has_tokenizer(config, model) if config.rollout.max_prompt_tokens else model.prepare is None:
-        renderer, found = await load_renderer()
-    sizes = {name: tasks.size(name, part) for name, part in found.prompts.items()}
-    parts.config = config = with_steps(config, sizes)
-    trainer = _trainer(run, model, scores, devices)
-    engines: dict[str, Any] = {}
-    for key, section in parts.engines.items():
-        trains = key == "engine"
-        logs = run.directory.logs if trains else run.directory.logs / "validation"
-        logs.mkdir(exist_ok=True)
-        colocated = config.pipeline.max_staleness > 0 or not trains
-        setup = parts.engine_setup(section, model.path, logs=logs, colocated=colocated)
-        setup = evolve(setup, shares_gpu=key in devices.shared)
-        engines[key] = parts.engine(section, setup, devices.engines.get(key, ()))
-    starting = [each.started() for each in engines.values() if hasattr(each, "started")]
-    await gather([trainer.started(), *starting])
-    if renderer is None:
-        renderer, found = await load_renderer()
-    pipeline = await _pipeline(run, found, renderer, trainer, engines, Path(model.path))
-    pipeline.resting = [engines[key] for key in sorted(devices.shared) if hasattr(engines[key], "rest")]
-    return pipeline
+    )
+    run.engines = parts.make_engines(model.path, run.directory.logs)
+    await gather(each.started() for each in (run.trainer, *run.engines.values()) if hasattr(each, "started"))
+    if not early:
+        await _load_renderer(run)
 
 
-async def _pipeline(
-    run: Launch,
-    found: RunPrompts,
-    renderer: Renderer,
-    trainer: Trainer,
-    engines: Mapping[str, Engine],
-    start: Path,
-) -> Pipeline:
-    """Connect the started parts; restore them from the checkpoint of a resumed run.
+async def _load_renderer(run: Launch) -> None:
+    """Load the renderer, and keep the prompts that are short enough."""
+    config, environments = run.parts.config, run.tasks.environments
+    sections = [each for each in (config.engine, config.validation.engine) if each is not None]
+    run.renderer = await asyncio.to_thread(run.parts.renderer, run.model.path, sections)
+    most, loaders = config.rollout.max_prompt_tokens, run.tasks.loaders
+    run.prompts, messages = await run.prompts.short_enough(most, environments, run.renderer, loaders)
+    run.warnings += messages.items()
+    run.warnings += await preflight_async(
+        run.parts,
+        renderer=run.renderer,
+        held_out=run.prompts.held_out,
+        prompts=run.prompts.prompts,
+        environments=environments,
+    )
 
-    ``start`` is the directory of the model that the run starts from.
-    """
-    parts, config, prompts, held_out = run.parts, run.parts.config, found.prompts, found.held_out
-    environments = run.tasks.environments
+
+async def _connected(run: Launch) -> Pipeline:
+    """Connect the started parts; restore them from the checkpoint of a resumed run."""
+    parts, config, environments = run.parts, run.parts.config, run.tasks.environments
+    prompts, held_out, renderer = run.prompts.prompts, run.prompts.held_out, run.renderer
     for remark in parts.remarks:
         if remark.costs:
             run.warnings.append(("off_policy", remark.message))
         else:
             run.trackers.status(remark.message)
-    if run.found is not None and (changed := changed_schedule(run.found, config.trainer)):
+    if run.checkpoint is not None and (changed := changed_schedule(run.checkpoint, config.trainer)):
         run.warnings.append(("schedule", changed))
-    buffer, places, ahead = parts.buffer(), parts.places(), run.tasks.loaders
+    buffer, ahead = parts.buffer(), run.tasks.loaders
     for loader in ahead.values():
         loader.status = run.trackers.status
         loader.slots = (config.pipeline.max_staleness + 1) * config.trainer.prompts_per_step
@@ -362,19 +334,17 @@ async def _pipeline(
     }
     stream = PromptStream(sampler=parts.sampler, loaders=loaders, name=config.sampler.name)
     _restore(run, checkpoint.restore, buffer, loaders, stream)
-    if run.found is not None:  # a dataloader that does not give its rows again is an error now
+    if run.checkpoint is not None:  # a dataloader that does not give its rows again is an error now
         with wrong_input():
             await gather(loader.first(1) for loader in loaders.values())
-    engine = WeightsTrackingEngine(engines["engine"], partial(_check_held, run, engines["engine"]))
-    own = engines.get("validation.engine")
-    validation = parts.validation(
-        held_out, own or engine, renderer, places, emit=run.emit, last=config.trainer.steps
-    )
+    engine = WeightsTrackingEngine(run.engines["engine"], partial(_check_held, run))
+    own = run.engines.get("validation.engine")
+    validation = parts.validation(held_out, own or engine, renderer, emit=run.emit, last=config.trainer.steps)
     _restore(run, checkpoint.restore_validation, validation)
-    if run.found is not None:
-        validation.measured = checkpoint.measured(run.found)
+    if run.checkpoint is not None:
+        validation.validated_version = checkpoint.validated_version(run.checkpoint)
     validate: Validate = validation
-    watch: list[Watch] = [trainer.watch, run.trackers.watch]
+    watch: list[Watch] = [run.trainer.watch, run.trackers.watch]
     if own is not None:
         section = parts.engines["validation.engine"]
         validate = DedicatedValidator(
@@ -388,14 +358,15 @@ async def _pipeline(
             canary_tolerance=parts.canary_tolerance(section),
         )
         watch.append(validate.watch)
+    shared: list[Any] = [run.engines[key] for key in sorted(parts.devices.shared)]
     pipeline = Pipeline(
         buffer=buffer,
         prompts=stream,
         engine=engine,
-        playing=evolve(parts.playing(environments, renderer), places=places),
+        playing=parts.playing(environments, renderer),
         plane=parts.data_plane,
         learning=parts.learning(),
-        trainer=trainer,
+        trainer=run.trainer,
         checks=evolve(parts.checks(environments, prompts, renderer), watch=watch),
         schedule=parts.schedule(began=run.began),
         emit=run.emit,
@@ -403,12 +374,13 @@ async def _pipeline(
         readings=lambda: {
             **run.trackers.metrics(),
             **run.trackers.incidents.read(),
-            **readings.of_engines(engines),
+            **readings.of_engines(run.engines),
             **readings.memory(),
         },
         validate=validate,
-        validate_first=validation.measured < run.step,
-        save=_save(run, trainer, buffer, loaders, stream, validation, engine, start),
+        validate_first=validation.validated_version < run.step,
+        save=_save(run, buffer, loaders, stream, validation, engine),
+        resting=[each for each in shared if hasattr(each, "rest")],
     )
     run.trackers.on_stop(partial(pipeline.stop, at_leisure=True))
     if config.trainer.stop_when:
@@ -418,8 +390,8 @@ async def _pipeline(
 
 def _restore(run: Launch, restore: Callable[..., Iterable[str]], *parts: Any) -> None:
     """Restore parts from the checkpoint of a resumed run, and report what was not restored."""
-    if run.found:
-        for note in restore(run.found.directory, *parts):
+    if run.checkpoint:
+        for note in restore(run.checkpoint.directory, *parts):
             run.trackers.status(f"resuming: {note}")
 
 
@@ -450,11 +422,11 @@ def stop_at(goal: Goal, pipeline: Pipeline, seen: dict[str, float]) -> Callable[
 # ---------------------------------------------------------------------------------- parts that start
 
 
-async def _start_model(run: Launch, found: RunPrompts) -> StartModel:
-    """Return the model that the run starts from; make it if necessary."""
+async def _start_model(run: Launch) -> StartModel:
+    """Return the model that the run starts from; the trainer makes it if necessary."""
 
     async def prompts() -> Mapping[str, Sequence[Prompt]]:
-        return found.prompts
+        return run.prompts.prompts
 
     start = await run.parts.model.start_model(
         ModelRequest(
@@ -470,23 +442,6 @@ async def _start_model(run: Launch, found: RunPrompts) -> StartModel:
     return start
 
 
-def _trainer(run: Launch, model: StartModel, scores: Mapping[str, ScoreConfig], devices: Devices) -> Trainer:
-    """Make the trainer, which makes the model if necessary."""
-    run.trackers.status(model.doing)
-    setup = evolve(
-        run.parts.trainer_setup(model.path),
-        scores=scores,
-        prepare=model.prepare,
-        resume_from=str(run.found.directory) if run.found else None,
-        transport=run.parts.transport(),
-        env_vars=devices.trainer,
-        shares_gpu=bool(devices.shared),
-        profile=str(run.directory.profile),
-        log=str(run.directory.logs / "trainer.log"),
-    )
-    return run.parts.trainer(setup)
-
-
 def _import_what_is_needed_soon() -> None:
     """Import a slow module while the environments start; a trainer in a thread may import it, too."""
     with contextlib.suppress(ImportError):  # transformers 4 has other modules; this only saves time
@@ -496,12 +451,12 @@ def _import_what_is_needed_soon() -> None:
 # ---------------------------------------------------------------------------------- parts of the loop
 
 
-def _check_held(run: Launch, engine: Engine, weights: Weights) -> None:
+def _check_held(run: Launch, weights: Weights) -> None:
     """Raise ConfigError if the engine of a resumed run holds other weights than before."""
-    if (found := run.found) is None:
+    if (found := run.checkpoint) is None:
         return
     try:
-        now = run.parts.published(engine, weights, weights.version)
+        now = run.parts.published(run.engines["engine"], weights, weights.version)
         check_held(run.directory.path, Published.read(found.directory / "trainer"), now)
     except BaseException:
         run.directory.take_back_config()
@@ -510,38 +465,29 @@ def _check_held(run: Launch, engine: Engine, weights: Weights) -> None:
 
 def _save(
     run: Launch,
-    trainer: Trainer,
     buffer: Buffer[Prompt, Group],
     loaders: Loaders,
     stream: PromptStream,
     validation: Validation,
     engine: WeightsTrackingEngine,
-    start: Path,
 ) -> Save:
     """Return the function that writes a checkpoint."""
-    parts, found = run.parts, run.found
-    config, process = parts.config, identity(parts.config, start)
-    before = None if found is None else Published.read(found.directory / "trainer")
+    parts, keep = run.parts, run.parts.config.checkpoint.keep
+    process = identity(parts.config, Path(run.model.path))
+    before = None if run.checkpoint is None else Published.read(run.checkpoint.directory / "trainer")
 
     async def save(step: int, failure: Failure | None) -> Written:
         cut = checkpoint.cut(buffer, stream, validation, failure)
-        states = run.trackers.states()  # at the moment of the cut
+        states, weights = run.trackers.states(), engine.weights  # at the moment of the cut
         return await checkpoint.begin(
             run.directory.checkpoints,
             step=step,
-            pipeline={
-                **cut,
-                "measured": validation.measured,
-                "goal": run.goal,
-                "run": process,
-            },
+            pipeline={**cut, "measured": validation.validated_version, "goal": run.goal, "run": process},
             loaders=checkpoint.loader_states(loaders, cut["buffer"]),
             trackers=states,
-            save_trainer=trainer.save,
-            published=before
-            if engine.weights is None
-            else parts.published(engine, engine.weights, version=step),
-            keep=config.checkpoint.keep if failure is None else None,
+            save_trainer=run.trainer.save,
+            published=before if weights is None else parts.published(engine, weights, version=step),
+            keep=keep if failure is None else None,
             spared=run.retention.spared,
         )
 

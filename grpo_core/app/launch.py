@@ -9,7 +9,6 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
 from datetime import datetime
 from math import isclose
 from pathlib import Path
@@ -18,20 +17,22 @@ from typing import Any
 from attrs import define, evolve, field, frozen
 
 from grpo_core._version import __version__
-from grpo_core.app.make import make
-from grpo_core.app.model_sources import EvalTarget, check_start, start_digest, without_overridden
+from grpo_core.app.make import made
+from grpo_core.app.model_sources import EvalTarget, StartModel, check_start, start_digest, without_overridden
 from grpo_core.app.parts import Parts, engine_dtype, intervals
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.app.preflight import preflight
+from grpo_core.app.prompts import RunPrompts
 from grpo_core.app.provenance import file_hashes
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, TrainerConfig, as_table, build, merge, replace_parts
 from grpo_core.contracts.errors import ConfigError, shortened, wrong_input
 from grpo_core.contracts.events import Event
+from grpo_core.contracts.protocols import Trainer
 from grpo_core.data.samplers import load_plugin_state
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import BufferStatistics
-from grpo_core.loop.checkpoint import SavedRun
+from grpo_core.loop.checkpoint import Found, SavedRun
 from grpo_core.loop.endings import GOAL_REACHED, Goal
 from grpo_core.loop.retention import Retention
 from grpo_core.loop.schedule import KEYS as SCHEDULE
@@ -43,6 +44,7 @@ from grpo_core.processes import secrets
 from grpo_core.reporting.trackers import Trackers
 from grpo_core.storage.published import Published
 from grpo_core.storage.run_directory import RunDirectory, lost
+from grpo_core.text.rendering import Renderer
 
 RUNS = Path("runs")
 """The default parent directory of runs."""
@@ -57,7 +59,7 @@ def new_run(
     offers: Offers = NO_OFFERS,
 ) -> Launch:
     """Prepare a new run.  The arguments are those of ``configure``.  Raises GrpoError for wrong input."""
-    parts = make(*configure(layers, changes, block, offers))
+    parts = made(_configured_parts(layers, changes, block, offers))
     try:
         warnings = _checked(parts)
         parts.config = config = with_absolute_paths(parts.config, parts.plugins)
@@ -88,9 +90,9 @@ def continued(
     with wrong_input():
         resumed = find(path, changes, block, offers)
     try:
-        if resumed.over is None:  # otherwise no part starts
-            if resumed.found is not None:
-                check_states(resumed.found.directory, resumed.parts)
+        if resumed.finished is None:  # otherwise no part starts
+            if resumed.checkpoint is not None:
+                check_states(resumed.checkpoint.directory, resumed.parts)
             resumed.warnings = _checked(resumed.parts)
         begin(resumed)
     except BaseException:
@@ -114,13 +116,27 @@ def configure(
         block: plugins that are not to be loaded.
         offers: objects of the calling program.
     """
+    parts = _configured_parts(layers, changes, block, offers)
+    return parts.config, parts.plugins
+
+
+def _configured_parts(
+    layers: Sequence[Mapping[str, Any]],
+    changes: Mapping[str, Any],
+    block: Sequence[str],
+    offers: Offers,
+    *,
+    trains: bool = True,
+) -> Parts:
+    """Do the same for ``made``; the model's source, which has the preset, is made already."""
     given: dict[str, Any] = functools.reduce(merge, (*layers, changes), {})
     secrets.learn(given)
-    config, host = configured([given], block, offers)
+    parts = Parts(*configured([given], block, offers), trains)
     with wrong_input():
-        parts = Parts(config, host, trains=False)
         preset = {} if parts.text_engine else parts.model.preset
-    return (build([replace_parts(preset, given), given], host.sections) if preset else config), host
+    if preset:
+        parts.config = build([replace_parts(preset, given), given], parts.plugins.sections)
+    return parts
 
 
 def configure_target(
@@ -141,7 +157,7 @@ def configure_target(
     The other arguments are those of ``configure``.  Raises GrpoError for wrong input.
     """
     own = without_overridden(found.table, changes, tasks=tasks)
-    return make(*configure([*below, own], changes, block, offers), trains=False)
+    return made(_configured_parts([*below, own], changes, block, offers, trains=False))
 
 
 def _checked(parts: Parts) -> list[tuple[str, str]]:
@@ -212,7 +228,7 @@ LONGEST_NOTE = 300
 
 
 @frozen(kw_only=True)
-class Over:
+class Finished:
     """The end of a run that has nothing left to train."""
 
     reason: str
@@ -235,9 +251,9 @@ class Launch:
     directory: RunDirectory
     before: Config | None = None
     """Configuration of the previous start; None for a new run."""
-    found: checkpoint.Found | None = None
+    checkpoint: Found | None = None
     """The checkpoint to resume from."""
-    over: Over | None = None
+    finished: Finished | None = None
     """Set if nothing is left to train."""
     notes: tuple[str, ...] = ()
     """Messages to the user: where the run continues, and what changed."""
@@ -247,8 +263,12 @@ class Launch:
     retention: Retention = field(init=False)
     tasks: Tasks = field(init=False)
     """The environments, once they have started."""
-    stack: AsyncExitStack = field(init=False, factory=AsyncExitStack)
-    """Closes everything that was started."""
+    prompts: RunPrompts = field(init=False)
+    model: StartModel = field(init=False)
+    renderer: Renderer = field(init=False)
+    trainer: Trainer = field(init=False)
+    engines: Mapping[str, Any] = field(init=False)
+    """The engines by the keys of their sections."""
     began: float = field(init=False, factory=time.monotonic)
     """Start of the program, and of a time limit, on the clock of the event loop."""
     after: list[Callable[[Event], None]] = field(init=False, factory=list)
@@ -259,7 +279,7 @@ class Launch:
     @property
     def step(self) -> int:
         """The step that the run continues from; 0 for a new run."""
-        return self.found.step if self.found else 0
+        return self.checkpoint.step if self.checkpoint else 0
 
     def emit(self, event: Event) -> None:
         """Send an event to all trackers."""
@@ -284,13 +304,13 @@ def find(path: Path, changes: Mapping[str, Any], block: Sequence[str], offers: O
     directory, before = RunDirectory.open(path, block)
     directory.lock()
     try:
-        return _found(path, directory, before, changes, block, offers)
+        return _resumed(path, directory, before, changes, block, offers)
     except BaseException:
         directory.unlock()  # a stored error would keep the lock
         raise
 
 
-def _found(
+def _resumed(
     path: Path,
     directory: RunDirectory,
     before: Config,
@@ -301,16 +321,19 @@ def _found(
     secrets.learn(merge(as_table(before), changes))
     config, host = configured([replace_parts(as_table(before), changes), changes], block, offers)
     found = checkpoint.newest(directory.checkpoints)
-    over = None if found is None else _over(path, found, config, directory)
-    finished = None
-    if over is not None and over.complete:
-        finished = Launch(
-            parts=Parts(before, host), directory=directory, found=found, over=over, notes=(over.told,)
+    finished = None if found is None else _finished(path, found, config, directory)
+    if finished is not None and finished.complete:
+        left = Launch(
+            parts=Parts(before, host),
+            directory=directory,
+            checkpoint=found,
+            finished=finished,
+            notes=(finished.told,),
         )
-    if finished is not None and not changes:
-        return finished
+        if not changes:
+            return left
     config = with_absolute_paths(config, host)
-    edits = list(differences(as_table(before), as_table(config)))
+    parts, edits = Parts(config, host), list(differences(as_table(before), as_table(config)))
     notes = [f"{key}: {shown(old)} -> {shown(_given(changes, key, new))}" for key, old, new in edits]
     if found is None:
         notes.append(f"{path} has no checkpoint yet: starting from the beginning")
@@ -326,10 +349,10 @@ def _found(
                         f"{path}: {key} is {shown(fixed.get(key))} in its checkpoint and {shown(now)} now; "
                         "it cannot change within a run: keep it, or start a new run"
                     )
-            if finished is not None:
-                _check_nothing_is_ignored(edits, finished.notes[0])
-                return finished
-            _check_start(directory, saved.get("start", ""), config, host)
+            if finished is not None and finished.complete:
+                _check_nothing_is_ignored(edits, finished.told)
+                return left
+            _check_start(directory, saved.get("start", ""), parts)
             _check_dtype(path, Published.read(found.directory / "trainer"), before, config)
             _check_staleness(path, state["buffer"]["ready"], config.pipeline.max_staleness)
             notes += _warnings(path, saved, config)
@@ -341,19 +364,19 @@ def _found(
                     f"the run ended after step {found.step} by an error: {error} (the canary had proved "
                     f"{proved})"
                 )
-        if over is None:
+        if finished is None:
             notes += _consequences(config, changes)
             steps, seconds = directory.work_after(found.step)
             again = f"; {lost(steps, seconds)}, and trained again" if steps else ""
             notes.append(f"continuing {path} after step {found.step}{again}")
         else:
-            notes += [over.told, "writing what its trackers write at the end, such as its page"]
+            notes += [finished.told, "writing what its trackers write at the end, such as its page"]
     return Launch(
-        parts=Parts(config, host) if over is not None else make(config, host),
+        parts=parts if finished is not None else made(parts),
         directory=directory,
         before=before,
-        found=found,
-        over=over,
+        checkpoint=found,
+        finished=finished,
         notes=tuple(notes),
     )
 
@@ -368,7 +391,7 @@ def _check_nothing_is_ignored(edits: Iterable[tuple[str, Any, Any]], told: str) 
             )
 
 
-def _over(path: Path, found: checkpoint.Found, config: Config, directory: RunDirectory) -> Over | None:
+def _finished(path: Path, found: Found, config: Config, directory: RunDirectory) -> Finished | None:
     """Return the end of a run if nothing is left to train and validate after its checkpoint."""
     with checkpoint.reading(found.directory):
         state = checkpoint.read_pipeline(found.directory)
@@ -398,7 +421,7 @@ def _over(path: Path, found: checkpoint.Found, config: Config, directory: RunDir
         )
     else:
         return None
-    return Over(
+    return Finished(
         reason=reason,
         steps=steps,
         buffer=buffer,
@@ -411,7 +434,7 @@ def begin(resumed: Launch) -> None:
     """Write the configuration if it has changed."""
     if resumed.before not in (None, resumed.parts.config):
         resumed.directory.replace_config(resumed.parts.config)
-        if resumed.found is None:
+        if resumed.checkpoint is None:
             resumed.directory.remove_model()  # it was made for the previous configuration
 
 
@@ -430,7 +453,7 @@ def identity(config: Config, start: Path) -> dict[str, Any]:
     }
 
 
-def changed_schedule(found: checkpoint.Found, trainer: TrainerConfig) -> str:
+def changed_schedule(found: Found, trainer: TrainerConfig) -> str:
     """Return a message if the resume changes the learning rates of later steps, or "".
 
     Args:
@@ -461,11 +484,12 @@ def _fixed(config: Config) -> dict[str, Any]:
     return {key: _value(config, key) for key in (*FIXED, *(section.fixed if section else ()))}
 
 
-def _check_start(run: RunDirectory, before: str, config: Config, host: PluginHost) -> None:
+def _check_start(run: RunDirectory, before: str, parts: Parts) -> None:
     """Reject other base weights under adapters, or as a score of a loss."""
+    config = parts.config
     if model_section(config) is not None:
         why = "to which its adapters belong"
-    elif any(score.weights == "start" for score in Parts(config, host).scores.values()):
+    elif any(score.weights == "start" for score in parts.scores.values()):
         why = "with which its loss compares the policy"
     else:
         return

@@ -15,7 +15,7 @@ from attrs import evolve
 from grpo_core.app.data import check_data
 from grpo_core.app.model_sources import scoring_model
 from grpo_core.app.parts import Parts
-from grpo_core.config import CUTS, Config, EnvironmentConfig, TaskConfig, ValidationConfig
+from grpo_core.config import TRUNCATIONS, Config, EnvironmentConfig, TaskConfig, ValidationConfig
 from grpo_core.config.idle import CLUSTER, MEASURED, WEIGHING, idle_keys
 from grpo_core.contracts.errors import ConfigError, did_you_mean, wrong_input
 from grpo_core.contracts.hookspecs import TrainerOffer
@@ -50,7 +50,11 @@ def make(config: Config, host: PluginHost, *, trains: bool = True) -> Parts:
     The modules of the selected plugins are imported, except environments offered as a string: they may load
     only in their own process.  Raises ConfigError, PluginError or ModelError for the first invalid choice.
     """
-    parts = Parts(config, host, trains)
+    return made(Parts(config, host, trains))
+
+
+def made(parts: Parts) -> Parts:
+    """Do the same with the parts of a configuration, some of which may have been made."""
     with wrong_input():
         try:
             _make(parts)
@@ -113,7 +117,8 @@ def _make(parts: Parts) -> None:
     _check_idle(parts)
     parts.shaping()
     # with sets, a key of [validation] may be meant for the strategy of one of them
-    _check_strategy(config.validation, parts, {} if config.validation.sets else _cuts(config.validation))
+    keys = {} if config.validation.sets else _truncations(config.validation)
+    _check_strategy(config.validation, parts, keys)
     for name in config.validation.sets:
         _check_set(name, parts)
     check_trackers(config.tracking, host)
@@ -232,33 +237,34 @@ def _check_set(name: str, parts: Parts) -> None:
     for environment in validation.environments([name]).values():
         check_task(key, environment, parts)
         check_data(key, name, environment, parts.plugins)
-    own = {cut: value for cut, value in _cuts(resolved).items() if getattr(chosen, cut) is not None}
+    own = {key: value for key, value in _truncations(resolved).items() if getattr(chosen, key) is not None}
     _check_strategy(resolved, parts, own, name)
 
 
 def _check_strategy(
-    validation: ValidationConfig, parts: Parts, cuts: Mapping[str, float], of_set: str = ""
+    validation: ValidationConfig, parts: Parts, keys: Mapping[str, float], of_set: str = ""
 ) -> None:
-    """Raise ConfigError or PluginError if a strategy cannot be made, or ignores the keys ``cuts``."""
+    """Raise ConfigError or PluginError if a strategy cannot be made, or ignores some of its ``keys``."""
     strategy = parts.strategy(validation, of_set)
-    key = f"validation.sets.{of_set}" if of_set else "validation"
+    section = f"validation.sets.{of_set}" if of_set else "validation"
     plugin_state(strategy, f"validation strategy {validation.name!r}")
-    if cuts and getattr(strategy, "temperature", None) == 0:
-        cut, value = next(iter(cuts.items()))
+    if keys and getattr(strategy, "temperature", None) == 0:
+        key, value = next(iter(keys.items()))
         raise ConfigError(
-            f"{key}.{cut} = {value:g} does nothing with {key}.name = {validation.name!r}, which takes the "
-            f'likeliest token: choose a strategy that samples, such as "pipelined", or leave out {cut}'
+            f"{section}.{key} = {value:g} does nothing with {section}.name = {validation.name!r}, which "
+            'takes the likeliest token: choose a strategy that samples, such as "pipelined", or leave out '
+            f"{key}"
         )
 
 
-def _cuts(validation: ValidationConfig) -> dict[str, float]:
+def _truncations(validation: ValidationConfig) -> dict[str, float]:
     """Return the keys that truncate a validation's sampling distribution."""
     usual = ValidationConfig()
-    return {cut: value for cut in CUTS if (value := getattr(validation, cut)) != getattr(usual, cut)}
+    return {key: value for key in TRUNCATIONS if (value := getattr(validation, key)) != getattr(usual, key)}
 
 
 def _check_placement(parts: Parts) -> None:
-    parts.placement.check(parts.trainer_here if parts.trains else None, parts.engines, parts.ranks)
+    parts.placement.check(parts.trainer_here, parts.engines, parts.ranks)
     if parts.trains:
         needed, chosen = parts.place_of_trainer, parts.config.placement.name
         if needed and needed != chosen:
@@ -310,7 +316,7 @@ def check_task(key: str, task: TaskConfig, parts: Parts) -> None:
                 f"{key}.env_vars: {task.env!r} is an object of this program, which has its own environment "
                 "variables; set them there"
             )
-        if (own.workers or 1) > 1 and host.find("environment", task.env).offer.once:
+        if (own.workers or 1) > 1 and host.find("environment", task.env).offer.single_use:
             raise ConfigError(
                 f"environment.workers = {own.workers}: {task.env!r} is one object; give its class, so that "
                 "each worker makes its own object"

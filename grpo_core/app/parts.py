@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from attrs import define, evolve, field
 
+from grpo_core.app.gpus import Devices
 from grpo_core.app.model_sources import StartModelSource, model_source
 from grpo_core.app.placement import Placement
 from grpo_core.config import Config, EngineConfig, PluginChoice, ScoreConfig, TrainerConfig, ValidationConfig
@@ -56,11 +57,11 @@ from grpo_core.plugins.configured import model_section
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.offers import Bound
 from grpo_core.plugins.transports import find_transport
-from grpo_core.processes.aio import UNLIMITED, Slots
+from grpo_core.processes.aio import UNLIMITED, FairSemaphore
 from grpo_core.processes.cores import thread_count
 from grpo_core.storage.published import Published
 from grpo_core.text.rendering import Renderer
-from grpo_core.validation.runner import Context, HeldOut, Measured, Validation
+from grpo_core.validation.runner import Context, HeldOut, Validation
 
 T = TypeVar("T")
 
@@ -121,8 +122,8 @@ class Parts:
 
     @property
     def trainer_here(self) -> TrainerConfig | None:
-        """The section of the trainer; None if its processes run in a placement's workers."""
-        return None if self.place_of_trainer else self.config.trainer
+        """The section of the trainer; None if nothing is trained, or in a placement's workers."""
+        return self.config.trainer if self.trains and not self.place_of_trainer else None
 
     @property
     def ranks(self) -> int:
@@ -130,6 +131,11 @@ class Parts:
         selected = self.plugins.find("trainer", self.config.trainer.name)
         count = selected.offer.workers
         return 1 if count is None else int(selected.loaded(count)(self.config, self.plugins))
+
+    @cached_property
+    def devices(self) -> Devices:
+        """The GPUs of the trainer and the engines, known when the placement is connected."""
+        return self.placement.devices(self.trainer_here, self.engines, self.ranks)
 
     @cached_property
     def data_plane(self) -> DataPlane:
@@ -156,7 +162,7 @@ class Parts:
     def text_engine(self) -> str:
         """Key of an engine without tokens; empty if there is none."""
         for key, section in self.engines.items():
-            if self.plugins.find("engine", section.name).offer.gives == "text":
+            if self.plugins.find("engine", section.name).offer.output == "text":
                 return key
         return ""
 
@@ -188,6 +194,22 @@ class Parts:
             max_requests=section.max_requests,
             reproducible=self.trains and fixed,
         )
+
+    def make_engines(self, model: str, logs: Path | None = None) -> dict[str, Engine]:
+        """Make the engines with their GPUs, not yet started, by the keys of their sections.
+
+        Args:
+            model: directory of the model.
+            logs: directory of the log files.
+        """
+        made = {}
+        for key, section in self.engines.items():
+            with_training = self.trains and (self.config.pipeline.max_staleness > 0 or key != "engine")
+            own = logs / "validation" if logs and key != "engine" else logs
+            setup = self.engine_setup(section, model, logs=own, colocated=with_training)
+            setup = evolve(setup, shares_gpu=key in self.devices.shared)
+            made[key] = self.engine(section, setup, self.devices.engines.get(key, ()))
+        return made
 
     def engine(
         self, section: EngineConfig, setup: EngineSetup, env_vars: Sequence[Mapping[str, str]] = ()
@@ -271,7 +293,7 @@ class Parts:
         """
         engine, validation = self.config.engine, self.config.validation
         own = [validation.engine] if validation.engine is not None and validation.measures else []
-        engines, from_here = [engine, *own], self.trainer_here is not None
+        engines, from_here = [engine, *own], not self.place_of_trainer
         if any(each.transport != "auto" or each.transport_options for each in own):
             raise ConfigError("validation.engine.transport: weights come to all engines by engine.transport")
         chosen = engine.transport
@@ -469,9 +491,10 @@ class Parts:
             max_retries=self.config.rollout.max_retries,
         )
 
-    def places(self) -> Slots:
-        """Make the limit of concurrent rollouts."""
-        return Slots(self.config.rollout.max_in_flight or UNLIMITED)
+    @cached_property
+    def places(self) -> FairSemaphore:
+        """The limit of concurrent rollouts, of training and validation together."""
+        return FairSemaphore(self.config.rollout.max_in_flight or UNLIMITED)
 
     def playing(self, environments: Mapping[str, EnvironmentClient], renderer: protocols.Renderer) -> Playing:
         """Make the settings for playing groups."""
@@ -480,7 +503,7 @@ class Parts:
             renderer=renderer,
             sampling=sampling_params(self.config.rollout),
             group_size=self.config.rollout.group_size,
-            places=self.places(),
+            places=self.places,
             seed=self.config.seed,
         )
 
@@ -587,38 +610,26 @@ class Parts:
         held_out: Sequence[HeldOut],
         engine: Engine,
         renderer: protocols.Renderer,
-        places: Slots,
         *,
         emit: Callable[[Event], None],
         last: int = 0,
     ) -> Validation:
         """Make the validation of a run's versions up to the ``last`` one."""
         rollout = self.config.rollout
-
-        def measured(part: HeldOut) -> Measured:
-            config = part.config
-            context = Context(
-                version=0,
-                prompts=part.measured(),
-                known=part.known(),
-                engine=engine,
-                environments=part.environments,
-                renderer=renderer,
-                sampling=evolve(
-                    sampling_params(rollout), top_p=config.top_p, top_k=config.top_k, min_p=config.min_p
-                ),
-                deadline=config.deadline,
-                retries=rollout.max_retries,
-                seed=self.config.seed,
-                group_size=rollout.group_size,
-                places=places,
-            )
-            strategy, interval = self.strategy(config, part.name), Interval(config.every, config.at_start)
-            return Measured(
-                set=part.name, name=config.name, strategy=strategy, interval=interval, context=context
-            )
-
-        return Validation(parts=[measured(part) for part in held_out], last=last, emit=emit)
+        shared = Context(
+            version=0,
+            prompts={},
+            engine=engine,
+            environments={},
+            renderer=renderer,
+            sampling=sampling_params(rollout),
+            retries=rollout.max_retries,
+            seed=self.config.seed,
+            group_size=rollout.group_size,
+            places=self.places,
+        )
+        strategies = {part.name: self.strategy(part.config, part.name) for part in held_out}
+        return Validation(parts=held_out, strategies=strategies, shared=shared, last=last, emit=emit)
 
 
 def sampling_params(config: RolloutConfig) -> SamplingParams:

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from attrs import evolve, fields, fields_dict, frozen
+from attrs import asdict, evolve, fields, fields_dict, frozen
 
 from grpo_core.app.model_sources import scoring_model
-from grpo_core.config import Config, PluginChoice, ValidationSetConfig
+from grpo_core.config import Config, PluginChoice, TaskConfig, ValidationSetConfig
 from grpo_core.contracts.errors import GrpoError
 from grpo_core.contracts.records import SectionValues, name_of_class
 from grpo_core.data.rows import is_path
@@ -23,7 +23,10 @@ from grpo_core.plugins.paths import with_absolute_path as with_absolute_name
 from grpo_core.plugins.paths import with_absolute_paths as with_absolute_options
 from grpo_core.plugins.paths import with_absolute_paths_of_file as with_absolute_options_of_file
 
-Choice = TypeVar("Choice", bound=PluginChoice)
+Section = TypeVar("Section", bound=Any)
+
+PATHS = frozenset({"path", "chat_template", "data", "validation_data", "python"})
+"""Keys of the core with a path, or with another name."""
 
 
 def with_absolute_paths(config: Config, host: PluginHost) -> Config:
@@ -31,73 +34,80 @@ def with_absolute_paths(config: Config, host: PluginHost) -> Config:
 
     Options of plugins are paths if their factories annotate them so.
     """
-    options, path = _Options(host), config.model.path
-    model = evolve(
-        config.model,
-        path=path if host.offers("model", path) else _existing(path),
-        options=options.of("model", path, config.model.options),
-        chat_template=_existing(config.model.chat_template),
+    paths, model, tracking = _Paths(host), config.model, config.tracking
+    own, python = config.validation.engine, config.environment.python
+    changed: dict[str, Any] = {
+        key: paths.choice("validation_strategy" if key == "validation" else cast("Kind", key), choice)
+        for key in fields_dict(Config)
+        if isinstance(choice := getattr(config, key), PluginChoice)
+    }
+    changed["validation"] = evolve(
+        changed["validation"],
+        engine=own and paths.choice("engine", own),
+        sets={name: paths.of_set(one, config) for name, one in config.validation.sets.items()},
     )
-    scores = {
+    options = paths.of("model", model.path, model.options)
+    changed["model"] = paths.section(model, options=options)
+    if host.offers("model", model.path):
+        changed["model"] = evolve(changed["model"], path=model.path)
+    changed["scores"] = {
         name: evolve(score, weights=_existing(scoring_model(name, score.model))) if score.model else score
         for name, score in config.scores.items()
     }
-    choices: dict[str, Any] = {}
-    for section in fields_dict(Config):
-        if isinstance(choice := getattr(config, section), PluginChoice):
-            kind = "validation_strategy" if section == "validation" else cast("Kind", section)
-            choices[section] = options.of_choice(kind, choice)
-    own = config.validation.engine
-    choices["validation"] = evolve(
-        choices["validation"],
-        engine=own and options.of_choice("engine", own),
-        sets={name: _absolute_set(one, config, options) for name, one in config.validation.sets.items()},
-    )
-    trainer = choices["trainer"]
-    choices["trainer"] = evolve(trainer, lr_schedule=_absolute_name(trainer.lr_schedule))
-    tasks = {
-        name: evolve(
-            task,
-            env=options.name(task.env),
-            options=options.of_environment(task.env, task.options, task.python or config.environment.python),
-            data=_absolute_data(task.data),
-            data_options=options.of_data(task.data or task.validation_data, task.data_options),
-            validation_data=_absolute_data(task.validation_data),
-            player=task.player and _absolute_name(task.player),
-            player_options=options.of("player", task.player, task.player_options),
-            python=_existing(task.python),
-        )
-        for name, task in config.tasks.items()
-    }
-    environment = evolve(config.environment, python=_existing(config.environment.python))
-    tracking = evolve(
-        config.tracking,
-        trackers=[_absolute_name(name) for name in config.tracking.trackers],
-        options={
-            _absolute_name(name): options.of("tracker", name, given)
-            for name, given in config.tracking.options.items()
-        },
-    )
     return evolve(
         config,
-        model=model,
-        scores=scores,
-        tasks=tasks,
-        tracking=tracking,
-        environment=environment,
-        sections=tuple(evolve(each, values=options.of_section(each)) for each in config.sections),
-        filters={
-            _absolute_name(name): options.of("filter", name, given) for name, given in config.filters.items()
-        },
-        **choices,
+        tasks={name: paths.task(task, python) for name, task in config.tasks.items()},
+        tracking=evolve(
+            tracking,
+            trackers=[_absolute_name(name) for name in tracking.trackers],
+            options=paths.by_name("tracker", tracking.options),
+        ),
+        environment=paths.section(config.environment),
+        sections=tuple(evolve(each, values=paths.of_section(each)) for each in config.sections),
+        filters=paths.by_name("filter", config.filters),
+        **changed,
     )
 
 
 @frozen
-class _Options:
-    """Makes the paths among the options of plugins absolute."""
+class _Paths:
+    """Makes the paths among the keys of sections and the options of plugins absolute."""
 
     host: PluginHost
+
+    def section(self, section: Section, **changed: Any) -> Section:
+        """Return a section with absolute names and paths, and with other changes."""
+        texts = {key: each for key, each in asdict(section, recurse=False).items() if isinstance(each, str)}
+        own = {
+            key: _absolute_data(text) if key in PATHS else _absolute_name(text) for key, text in texts.items()
+        }
+        return evolve(section, **(own | changed))
+
+    def choice(self, kind: Kind, choice: Section) -> Section:
+        return self.section(choice, options=self.of(kind, choice.name, choice.options))
+
+    def task(self, task: TaskConfig, python: str) -> TaskConfig:
+        return self.section(
+            task,
+            env=self.name(task.env),
+            options=self.of_environment(task.env, task.options, task.python or python),
+            data_options=self.of_data(task.data or task.validation_data, task.data_options),
+            player_options=self.of("player", task.player, task.player_options),
+        )
+
+    def of_set(self, one: ValidationSetConfig, config: Config) -> ValidationSetConfig:
+        python = one.python or config.environment.python
+        return self.section(
+            one,
+            env=self.name(one.env) if one.env else "",
+            env_options=self.of_environment(one.env, one.env_options, python),
+            options=self.of("validation_strategy", one.name or config.validation.name, one.options),
+            data_options=self.of_data(one.data, one.data_options),
+        )
+
+    def by_name(self, kind: Kind, options: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Return the options of several offers, by their absolute names."""
+        return {_absolute_name(name): self.of(kind, name, given) for name, given in options.items()}
 
     def of(self, kind: Kind, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of an offer; options of an unknown offer are unchanged."""
@@ -117,11 +127,6 @@ class _Options:
             with contextlib.suppress(GrpoError):
                 env = with_absolute_name(self.host.find("environment", env))
         return _absolute_name(env)
-
-    def of_choice(self, kind: Kind, choice: Choice) -> Choice:
-        return evolve(
-            choice, name=_absolute_name(choice.name), options=self.of(kind, choice.name, choice.options)
-        )
 
     def of_environment(self, env: str, options: Mapping[str, Any], python: str = "") -> dict[str, Any]:
         """Return the options of an environment; with another interpreter its file is not imported here."""
@@ -180,19 +185,6 @@ def _absolute_name(name: str) -> str:
     if (place := in_file(name)) is None:  # a command, perhaps, as in "agent:sh ./agent.sh"
         return re.sub(r"(?<=[: ])\.\.?/\S+", lambda found: os.path.abspath(found[0]), name)
     return ":".join(part for part in (os.path.abspath(place[0]), place[1]) if part)
-
-
-def _absolute_set(one: ValidationSetConfig, config: Config, options: _Options) -> ValidationSetConfig:
-    return evolve(
-        one,
-        env=options.name(one.env) if one.env else "",
-        env_options=options.of_environment(one.env, one.env_options, one.python or config.environment.python),
-        options=options.of("validation_strategy", one.name or config.validation.name, one.options),
-        name=one.name and _absolute_name(one.name),
-        data=_absolute_data(one.data),
-        data_options=options.of_data(one.data, one.data_options),
-        python=_existing(one.python),
-    )
 
 
 def _absolute_data(text: str) -> str:

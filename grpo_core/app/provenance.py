@@ -33,13 +33,13 @@ def write(directory: Path, config: Config, host: PluginHost, *, resumed_from: in
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "resumed_from": resumed_from,
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        **found(config, host),
+        **software(config, host),
     }
     with (directory / PROVENANCE).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
 
-def found(config: Config, host: PluginHost) -> dict[str, Any]:
+def software(config: Config, host: PluginHost) -> dict[str, Any]:
     """Return the versions of the software that a configuration uses, and the hashes of its files."""
     every = [offers for plugin in host.plugins for offers in plugin.offers.values()]
     names = {*LIBRARIES}.union(*(offer.requires for offers in every for offer in offers.values()))

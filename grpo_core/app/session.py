@@ -144,8 +144,15 @@ async def start_session(
         stack.push_async_callback(parts.aclose)
         if look is not None:
             await look(tasks)
+        engine: Engine
+        renderer: protocols.Renderer
         if parts.text_engine:
-            engine, renderer = _start_text(parts, stack)
+            (section,) = parts.engines.values()
+            setup = parts.engine_setup(section, "", logs=None, colocated=False)
+            renderer = TextRenderer()
+            hosted: Any = parts.plugins.make("engine", section.name, setup, **section.options)
+            engine = PlayingText(hosted, renderer)
+            stack.push_async_callback(engine.aclose)
         else:
             start = StartModel(path=str(target.model))
             if target.model is None:
@@ -161,17 +168,6 @@ async def start_session(
         )
 
 
-def _start_text(parts: Parts, stack: contextlib.AsyncExitStack) -> tuple[Engine, protocols.Renderer]:
-    """Start an engine that needs no weights; it ends with the stack."""
-    (section,) = parts.engines.values()
-    setup = parts.engine_setup(section, "", logs=None, colocated=False)
-    renderer = TextRenderer()
-    hosted: Any = parts.plugins.make("engine", section.name, setup, **section.options)
-    engine = PlayingText(hosted, renderer)
-    stack.push_async_callback(engine.aclose)
-    return engine, renderer
-
-
 async def _start_engine(
     parts: Parts,
     target: EvalTarget,
@@ -183,13 +179,11 @@ async def _start_engine(
     from grpo_core.training.building import saved_tensors
     from grpo_core.weights.shm import SharedMemoryWriter
 
-    config, engines = parts.config, parts.engines
-    ((key, section),) = engines.items()
+    config, (section,) = parts.config, parts.engines.values()
     for _, odd in await preflight_async(parts, model=path):
         status(f"warning: {odd}")
-    devices = await asyncio.to_thread(parts.placement.devices, None, engines)
-    setup = parts.engine_setup(section, str(path), logs=None, colocated=False)
-    engine = parts.engine(section, setup, devices.engines.get(key, ()))
+    await asyncio.to_thread(lambda: parts.devices)  # may import torch
+    (engine,) = parts.make_engines(str(path)).values()
     if hasattr(engine, "started"):
         await engine.started()
     status("loading the model")
@@ -265,7 +259,10 @@ class Measurement:
             results = await self._measured(status, receive)
         finally:
             for event in played:
-                write_validation(self.directory, event.version, self._stored(event.groups))
+                groups: Sequence[Group] = event.groups
+                if self.parts.text_engine:  # it has no tokens
+                    groups = [evolve(g, rollouts=tuple(map(without_tokens, g.rollouts))) for g in groups]
+                write_validation(self.directory, event.version, groups)
             if not played:
                 self.directory.rmdir()  # it ended before it had results
         validation = self.config.validation
@@ -286,15 +283,6 @@ class Measurement:
         for name, text in files.items():
             (self.directory / name).write_text(text, encoding="utf-8")
         return report
-
-    def _stored(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """Return groups as they are stored: a text engine has no tokens."""
-        if not self.parts.text_engine:
-            return groups
-        return [
-            evolve(group, rollouts=tuple(without_tokens(rollout) for rollout in group.rollouts))
-            for group in groups
-        ]
 
     async def _measured(self, status: Callable[[str], None], emit: Callable[[Event], None]) -> Results:
         """Measure with the configuration's strategies, tasks and sets; return the metrics by task.
@@ -322,7 +310,7 @@ class Measurement:
                 if there < wanted != ValidationConfig().prompts:  # somebody has chosen it
                     status(f"validation.prompts = {wanted}: there are {there}, and all of them are measured")
             status("validating")
-            validation = parts.validation(found.held_out, session.engine, renderer, parts.places(), emit=emit)
+            validation = parts.validation(found.held_out, session.engine, renderer, emit=emit)
             return await validation.measure(self.target.version, validation.parts)
 
 
@@ -350,12 +338,12 @@ def prepare(
         offers: objects of the calling program.
     """
     with wrong_input():
-        measured = find_target(target, changes.get("plugins"), block, step)
-    parts = configure_target(measured, changes, block, offers, tasks=tasks)
+        chosen = find_target(target, changes.get("plugins"), block, step)
+    parts = configure_target(chosen, changes, block, offers, tasks=tasks)
     config = parts.config
     engine = (config.validation.engine or config.engine).name
     if parts.text_engine:  # of a run only the tasks are used
-        measured = evolve(measured, name=f"engine {engine}", model=None, version=0, notes=())
+        chosen = evolve(chosen, name=f"engine {engine}", model=None, version=0, notes=())
     elif target is None:
         raise ConfigError(
             f"MODEL is missing: the engine {engine!r} needs its weights; name a run, the directory of a "
@@ -366,19 +354,19 @@ def prepare(
         raise ConfigError(
             f"--only {unknown[0]}: is neither a task nor a validation set; expected one of {', '.join(known)}"
         )
-    if measured.model is not None:
-        preflight(parts, model=measured.model)
+    if chosen.model is not None:
+        preflight(parts, model=chosen.model)
     if output is None:
         now = datetime.now().strftime("%Y%m%d-%H%M%S")
         in_run = Path(target, "validated", now) if target and Path(target, CONFIG).is_file() else None
         of_model = RUNS / f"{'+'.join(config.tasks or config.validation.sets)}-validated-{now}"
         output = unused(in_run or of_model)
-    if only and measured.model is not None:  # or the model may be made from the prompts of all tasks
+    if only and chosen.model is not None:  # or the model may be made from the prompts of all tasks
         needed = {*only, *(one.task for name, one in config.validation.sets.items() if name in only)}
         tasks_of = {name: one for name, one in config.tasks.items() if name in needed}
         parts.config = evolve(config, tasks=tasks_of)
     directory = new_directory(output)
-    return Measurement(config=config, parts=parts, target=measured, only=only, directory=directory)
+    return Measurement(config=config, parts=parts, target=chosen, only=only, directory=directory)
 
 
 async def _held_out(

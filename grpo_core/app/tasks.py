@@ -63,7 +63,7 @@ class Tasks:
         config = parts.config
         tasks, of_sets = config.tasks, config.validation.environments(sets)
         every = {**tasks, **of_sets}
-        ranks = parts.ranks if parts.trains and parts.trainer_here is None else 0
+        ranks = parts.ranks if parts.trains and parts.place_of_trainer else 0
         wanted = config.engine.workers + (config.environment.workers or 1) * len(every) + ranks
         with parts.placement.connected(wanted):
             environments = {

@@ -141,8 +141,8 @@ def train(
     with to_a_reader():
         for note in start.notes if resume is not None or view not in ("quiet", "json") else ():
             tell(note)
-    directory, again, over = start.directory, start.again(block), start.over
-    if over is not None and over.complete:
+    directory, again, finished = start.directory, start.again(block), start.finished
+    if finished is not None and finished.complete:
         directory.unlock()
         return 0
     try:
@@ -158,7 +158,7 @@ def train(
     finally:
         directory.unlock()
     with to_a_reader():
-        if configured.trainer.profile and over is None:
+        if configured.trainer.profile and finished is None:
             tell(_profile(directory.profile, configured.trainer.profile))
         tell(_summary(outcome))
         if directory.page.is_file():

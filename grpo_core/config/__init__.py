@@ -14,8 +14,8 @@ from grpo_core.config.reading import parse_settings as parse_settings
 from grpo_core.config.reading import read_toml as read_toml
 from grpo_core.config.reading import replace_parts as replace_parts
 from grpo_core.config.reading import structured as structured
-from grpo_core.config.run import CUTS as CUTS
 from grpo_core.config.run import GOAL as GOAL
+from grpo_core.config.run import TRUNCATIONS as TRUNCATIONS
 from grpo_core.config.run import ActivationsChoice as ActivationsChoice
 from grpo_core.config.run import Config as Config
 from grpo_core.config.run import DataPlaneConfig as DataPlaneConfig

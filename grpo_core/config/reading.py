@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import attrs
 import cattrs
 
-from grpo_core.config.run import CUTS, NAMED, TASK_NAME, Config
+from grpo_core.config.run import NAMED, TASK_NAME, TRUNCATIONS, Config
 from grpo_core.config.sections import NO_SECTIONS, PluginSections, keys_of
 from grpo_core.contracts.errors import ALIASES, ConfigError, did_you_mean
 from grpo_core.contracts.records import SectionValues, name_of_class
@@ -138,7 +138,7 @@ def _table_problems(kind: type, value: Any, where: str, sections: PluginSections
 
 def _nearest(key: str, known: Mapping[str, Any], prefix: str, sections: PluginSections) -> str:
     """Return a hint at the key that was meant: a similar one, or one of that name in a section."""
-    if prefix == "rollout." and key in CUTS:
+    if prefix == "rollout." and key in TRUNCATIONS:
         return (
             " Training samples from the whole distribution, because its logprobs are over all tokens; "
             f"validation.{key} is for validation"

@@ -297,7 +297,7 @@ class EngineConfig(PluginChoice):
     """Options of the transport; see docs/engines.md."""
 
 
-CUTS = ("top_p", "top_k", "min_p")
+TRUNCATIONS = ("top_p", "top_k", "min_p")
 """Keys that truncate the sampling distribution of a validation."""
 
 

@@ -118,7 +118,7 @@ class Offer:
     parts: Function | None = None
     """Returns, for the options of an advantage function, the metrics that it reads as parts of the reward:
     those of a rollout's turns are added.  ``("*",)`` is all of them."""
-    once: bool = False
+    single_use: bool = False
     """Whether the factory returns one object, which workers cannot share."""
     extends_core: bool = False
     """Whether it replaces the core's offer of this name wherever the plugin is installed.  It has all of that
@@ -129,7 +129,7 @@ class Offer:
 class EngineOffer(Offer):
     """The offer of an engine."""
 
-    gives: Literal["tokens", "text"] = "tokens"
+    output: Literal["tokens", "text"] = "tokens"
     """Whether it returns tokens with their logprobs, or is a ``TextEngine``, which needs no model."""
     transports: tuple[str, ...] = ("shm",)
     """Transports that it supports; an engine that reads weights with ``grpo_core.kit.read_weights`` supports
@@ -233,7 +233,7 @@ def grpo_engines() -> Mapping[str, Callable[..., Engine] | Offer | str]:  # type
     """Offer engines: ``{name: factory(setup: EngineSetup, **options)}``.
 
     An engine that returns text, such as a hosted model, is a ``TextEngine`` and an ``EngineOffer(...,
-    gives="text")``.
+    output="text")``.
     """
 
 

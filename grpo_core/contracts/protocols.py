@@ -305,7 +305,7 @@ class RestingEngine(Engine, Protocol):
 class TextEngine(Protocol):
     """Continues conversations without tokens, as a hosted model does: it can be validated, but not trained.
 
-    Its offer has ``gives="text"``; the factory is called as for an ``Engine``, and ``setup.model`` is empty.
+    Its offer has ``output="text"``; the factory is called as for an ``Engine``, and ``setup.model`` is empty.
     """
 
     async def chat(

@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_core.contracts.protocols import Engine
 from grpo_core.contracts.records import Completion, GenerationRequest, Weights
-from grpo_core.processes.aio import Slots, gather
+from grpo_core.processes.aio import FairSemaphore, gather
 
 
 class WrappedEngine(Engine):
@@ -38,7 +38,7 @@ class LimitedEngine(WrappedEngine):
 
     def __init__(self, engine: Engine, requests: int) -> None:
         super().__init__(engine)
-        self._places = Slots(requests)
+        self._places = FairSemaphore(requests)
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         answers = await gather([self._generate(request) for request in requests])

@@ -40,7 +40,7 @@ from grpo_core.environments.host import UNREADABLE, EnvironmentHost, Slotted
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
 from grpo_core.processes import secrets
-from grpo_core.processes.aio import RestartBudget, Slots
+from grpo_core.processes.aio import FairSemaphore, RestartBudget
 from grpo_core.processes.child import Child, ThreadChild
 from grpo_core.processes.interpreters import Interpreter, from_here, variables_of
 from grpo_core.text.credentials import Mask
@@ -114,7 +114,7 @@ class EnvironmentProcess:
         self._child: Child | None = None
         self._closed = False
         self._starting = asyncio.Lock()
-        self._slots = Slots(1)
+        self._slots = FairSemaphore(1)
         self._playing = 0
         """Number of rollouts that its agent plays."""
         self._probe: asyncio.Task[None] | None = None
@@ -385,7 +385,7 @@ class EnvironmentProcess:
         self._deadline = description["deadline"]
         self._grace = GRACE if description["cancellable"] else 0.0
         if self._slots.number != (number := max(1, description["concurrency"])):
-            self._slots = Slots(number)
+            self._slots = FairSemaphore(number)
         self.agents, self.memory = description["agents"], description["memory"]
         self.has_sessions = description["sessions"]
         self._has_aclose = description["has_aclose"]

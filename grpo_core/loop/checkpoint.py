@@ -559,7 +559,7 @@ def restore_validation(directory: Path, validation: Stateful) -> list[str]:
         return validation.load_state_dict(read_pipeline(directory).get("validation", {}))
 
 
-def measured(found: Found) -> int:
+def validated_version(found: Found) -> int:
     """Return the newest version validated before a checkpoint, or a newer number."""
     with reading(found.directory):
         version: int = read_pipeline(found.directory).get("measured", found.step)

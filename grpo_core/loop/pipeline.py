@@ -85,7 +85,7 @@ from grpo_core.processes.aio import (
     DEATH_IS_SEEN,
     UNLIMITED,
     Changes,
-    Slots,
+    FairSemaphore,
     cancel,
     gather,
     raising_root_cause,
@@ -176,7 +176,7 @@ class Playing:
     renderer: Renderer
     sampling: SamplingParams
     group_size: int
-    places: Slots = field(factory=lambda: Slots(UNLIMITED))
+    places: FairSemaphore = field(factory=lambda: FairSemaphore(UNLIMITED))
     """Limits how many rollouts are played at the same time."""
     seed: int = 0
 

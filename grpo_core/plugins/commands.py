@@ -35,9 +35,12 @@ def find_commands(core: ModuleType) -> Commands:
     """
     found, allowed = Commands(offered_commands(core)), allowed_names()
     for entry, owner in entries_of(GROUP):
-        if allowed is not None and not {entry.name, owner.name} & {*allowed}:
+        about = owner.metadata  # each access reads the file
+        if allowed is not None and not {entry.name, about["Name"]} & {*allowed}:
             continue
-        plugin = Plugin(name=entry.name, distribution=owner.name, version=owner.version, module=entry.value)
+        plugin = Plugin(
+            name=entry.name, distribution=about["Name"], version=about["Version"], module=entry.value
+        )
         try:
             offered = offered_commands(entry.load())
             if twice := sorted(offered.keys() & found.commands.keys()):

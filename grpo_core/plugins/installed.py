@@ -15,7 +15,6 @@ from typing import Any
 
 from attrs import frozen
 
-from grpo_core._version import __version__
 from grpo_core.contracts import hookspecs
 from grpo_core.contracts.errors import PluginError
 from grpo_core.plugins.files import module_name
@@ -92,6 +91,8 @@ def import_plugin(plugin: Installed) -> Any:
     """Check the plugin's requirement on grpo-core, which pip may have ignored, and import the module."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
+
+    from grpo_core._version import __version__
 
     for requirement in map(Requirement, plugin.requirements):
         if canonicalize_name(requirement.name) != "grpo-core":

@@ -273,7 +273,7 @@ UNLIMITED = 2**62
 """A number of slots that is never exhausted."""
 
 
-class Slots:
+class FairSemaphore:
     """A fair semaphore whose callers may take several slots; a free one goes to the longest waiter.
 
     A call that takes several waits until as many are free, and later calls wait behind it.  A call that takes

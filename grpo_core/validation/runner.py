@@ -30,7 +30,7 @@ from grpo_core.loop.metrics import OF, left_out
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
 from grpo_core.loop.rows import sampled_versions
 from grpo_core.loop.versions import Interval
-from grpo_core.processes.aio import UNLIMITED, Limit, Slots, gather, raising_root_cause
+from grpo_core.processes.aio import UNLIMITED, FairSemaphore, Limit, gather, raising_root_cause
 from grpo_core.text.messages import readable
 from grpo_core.validation.estimates import MANY
 
@@ -60,7 +60,7 @@ class Context:
     seed: int = 0
     group_size: int = 1
     """Smallest size of a group where the environment compares rollouts."""
-    places: Slots = field(factory=lambda: Slots(UNLIMITED))
+    places: FairSemaphore = field(factory=lambda: FairSemaphore(UNLIMITED))
     """Limits the number of concurrent rollouts, including training's."""
     known: Mapping[str, int] = field(factory=dict)
     """Number of prompts of which ``prompts`` has some, by task; 0 if they are the first ones of a stream."""
@@ -431,54 +431,57 @@ class HeldOut:
             name: [own[place] for place in self.places(name)] for name, own in self.prompts.items() if own
         }
 
-    def known(self) -> dict[str, int]:
-        """Return the number of all prompts that could be measured, by name; 0 for a stream."""
-        return {name: self.of.get(name, len(own)) for name, own in self.prompts.items()}
-
-
-@frozen(kw_only=True, eq=False)
-class Measured:
-    """Held-out prompts with their strategy and its schedule."""
-
-    set: str
-    """Name of the set; empty for the tasks."""
-    name: str
-    """Name of the strategy."""
-    strategy: ValidationStrategy
-    interval: Interval
-    context: Context
-    """The strategy gets a copy of it for each version."""
+    def context(self, shared: Context, version: int) -> Context:
+        """Return the context in which a version is measured, of what all parts share."""
+        config = self.config
+        return evolve(
+            shared,
+            version=version,
+            prompts=self.measured(),
+            known={name: self.of.get(name, len(own)) for name, own in self.prompts.items()},
+            environments=self.environments,
+            sampling=evolve(shared.sampling, top_p=config.top_p, top_k=config.top_k, min_p=config.min_p),
+            deadline=config.deadline,
+        )
 
     @property
     def who(self) -> str:
-        of_set = f" of the set {self.set!r}" if self.set else ""
-        return f"validation strategy {self.name!r}{of_set}"
+        of_set = f" of the set {self.name!r}" if self.name else ""
+        return f"validation strategy {self.config.name!r}{of_set}"
 
 
 @define(kw_only=True, eq=False)
 class Validation:
     """Runs everything that is due for a version, concurrently."""
 
-    parts: Sequence[Measured]
+    parts: Sequence[HeldOut]
+    strategies: Mapping[str, ValidationStrategy]
+    """By the name of the part."""
+    shared: Context
+    """What all parts share."""
     last: int
     """The last version of the run."""
     emit: Callable[[Event], None] = field(default=lambda event: None)
     """Receives the rollouts as an event, also if a strategy fails, but not if the validation is cancelled."""
-    measured: int = -1
+    validated_version: int = -1
     """The newest version for which everything due was measured."""
 
     async def __call__(self, version: int) -> Results:
-        due = [part for part in self.parts if part.interval.due(version, last=self.last)]
+        due = [
+            part
+            for part in self.parts
+            if Interval(part.config.every, part.config.at_start).due(version, last=self.last)
+        ]
         results = await self.measure(version, due)
-        self.measured = version
+        self.validated_version = version
         return results
 
-    async def measure(self, version: int, parts: Sequence[Measured]) -> Results:
+    async def measure(self, version: int, parts: Sequence[HeldOut]) -> Results:
         """Measure a version by some parts, due or not; return the results of all."""
-        contexts = [evolve(part.context, version=version) for part in parts]
+        contexts = [part.context(self.shared, version) for part in parts]
         try:
             found = await gather(
-                run_strategy(part.name, part.strategy, context)
+                run_strategy(part.config.name, self.strategies[part.name], context)
                 for part, context in zip(parts, contexts, strict=True)
             )
         except Exception:
@@ -495,9 +498,9 @@ class Validation:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the strategies, by set.  Raises PluginError if one is not JSON."""
-        states = {part: plugin_state(part.strategy, part.who) for part in self.parts}
+        states = {part: plugin_state(self.strategies[part.name], part.who) for part in self.parts}
         return {
-            part.set: {"strategy": part.name, "state": state}
+            part.name: {"strategy": part.config.name, "state": state}
             for part, state in states.items()
             if state is not None
         }
@@ -509,9 +512,9 @@ class Validation:
         """
         notes = []
         for part in self.parts:
-            saved = state.get(part.set)
-            if saved is not None and saved["strategy"] == part.name:
-                load_plugin_state(part.strategy, part.who, saved["state"])
+            saved = state.get(part.name)
+            if saved is not None and saved["strategy"] == part.config.name:
+                load_plugin_state(self.strategies[part.name], part.who, saved["state"])
             elif saved is not None:
                 notes.append(f"{part.who} is new since the checkpoint, which is of {saved['strategy']!r}")
         return notes

@@ -186,9 +186,7 @@ class _Run:
         parts = Parts(config, _host())
         stream = PromptStream(sampler=parts.sampler, loaders=loaders, name=config.sampler.name)
         engine = self._engine(tables)
-        validation = parts.validation(
-            held_out, engine, renderer, parts.places(), last=config.trainer.steps, emit=self.emit
-        )
+        validation = parts.validation(held_out, engine, renderer, last=config.trainer.steps, emit=self.emit)
         pipeline = Pipeline(
             buffer=parts.buffer(),
             prompts=stream,

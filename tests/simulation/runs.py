@@ -31,7 +31,7 @@ from typing import Any, Literal
 from attrs import asdict, define, evolve, field, frozen
 
 from grpo_core.app.parts import SYNC_GRACE
-from grpo_core.config import EnvironmentConfig
+from grpo_core.config import EnvironmentConfig, ValidationConfig
 from grpo_core.contracts.errors import GrpoError
 from grpo_core.contracts.events import (
     Event,
@@ -65,7 +65,7 @@ from grpo_core.loop.rows import group as group_advantages
 from grpo_core.loop.versions import Interval
 from grpo_core.reporting.files import plain
 from grpo_core.testing import clock
-from grpo_core.validation.runner import Context, Measured, Results, Validation
+from grpo_core.validation.runner import Context, HeldOut, Results, Validation
 from grpo_plugin_algorithms import filters
 from grpo_plugin_algorithms.shaping import Shaping, ShapingConfig
 from grpo_plugin_curriculum.curriculum import Curriculum
@@ -539,7 +539,7 @@ class Simulation:
         )
         if found is not None:
             checkpoint.restore(found.directory, buffer, loaders, stream)
-        self._measured = -1 if found is None else checkpoint.measured(found)
+        self._measured = -1 if found is None else checkpoint.validated_version(found)
         self.truth.carried = {slot.id for slot, _ in buffer.state_dict()["ready"]}
 
         async def save(step: int, failure: Failure | None) -> Written:
@@ -670,32 +670,35 @@ class Simulation:
         """Measure a version with held-out prompts of the tasks and of a set, through the real runner."""
         environments = {**pipeline.playing.environments, HELD_OUT_SET: pipeline.playing.environments["short"]}
         parts = [
-            Measured(
-                set=name,
-                name="simulated",
-                strategy=self._strategy(),
-                interval=interval,
-                context=Context(
-                    version=0,
-                    prompts={
-                        task: [
-                            Prompt(messages=f"{task} held out", id=f"{HELD_OUT} {i}", environment=task)
-                            for i in range(2 if task == "short" else 1)
-                        ]
-                        for task in ([name] if name else TASKS)
-                    },
-                    engine=pipeline.engine,
-                    environments=environments,
-                    renderer=pipeline.playing.renderer,
-                    sampling=pipeline.playing.sampling,
-                    deadline=300.0,
-                    retries=MAX_RETRIES,
-                    seed=self.seed,
+            HeldOut(
+                name=name,
+                config=ValidationConfig(
+                    name="simulated", every=interval.every, at_start=interval.at_start, deadline=300.0
                 ),
+                prompts={
+                    task: [
+                        Prompt(messages=f"{task} held out", id=f"{HELD_OUT} {i}", environment=task)
+                        for i in range(2 if task == "short" else 1)
+                    ]
+                    for task in ([name] if name else TASKS)
+                },
+                environments=environments,
             )
             for name, interval in self._intervals().items()
         ]
-        results = await Validation(parts=parts, last=self.steps)(version)
+        shared = Context(
+            version=0,
+            prompts={},
+            engine=pipeline.engine,
+            environments=environments,
+            renderer=pipeline.playing.renderer,
+            sampling=pipeline.playing.sampling,
+            retries=MAX_RETRIES,
+            seed=self.seed,
+        )
+        strategies = {part.name: self._strategy() for part in parts}
+        validation = Validation(parts=parts, strategies=strategies, shared=shared, last=self.steps)
+        results = await validation(version)
         self._measured = version
         return results
 

@@ -80,7 +80,7 @@ def audit(
     options = parse_settings(set_ or [])
     engine_section = {**({} if engine is None else {"name": engine}), **options.pop("engine", {})}
     host = PluginHost.discover(block=no_plugin or [])
-    hosted = engine is not None and host.find("engine", engine).offer.gives == "text"
+    hosted = engine is not None and host.find("engine", engine).offer.output == "text"
     if engine is not None and model is None and not hosted:
         raise ConfigError("--engine is for a model that plays: add --model")
     elsewhere = options.get("environment", {}).get("python")  # only it can import the environment

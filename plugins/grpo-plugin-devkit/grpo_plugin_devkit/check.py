@@ -175,7 +175,7 @@ def _contract(
     """Return the contract for an offer's kind."""
     kind, name = offer.kind, offer.name
     make = functools.partial(host.make, kind, name, **options)
-    text = kind == "engine" and offer.offer.gives == "text"
+    text = kind == "engine" and offer.offer.output == "text"
     target = "grpo_plugin_devkit.text_engines:TextEngineContract" if text else CHECKED[kind][1]
     contract: Callable[..., Contract] = load_object(target, who="check")
     match kind:

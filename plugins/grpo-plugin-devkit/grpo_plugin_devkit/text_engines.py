@@ -20,7 +20,7 @@ _CALL = {"type": "function", "id": "call00000", "function": {"name": "add", "arg
 
 
 class TextEngineContract(Contract):
-    """The contract of engines with ``gives="text"``.
+    """The contract of engines with ``output="text"``.
 
     Args:
         make: factory of the engine.

@@ -103,7 +103,7 @@ def try_(
     options, block = parse_settings(settings or []), no_plugin or []
     target = model if run is None else str(RunDirectory.existing(run).path)
     found = None if engine is None else PluginHost.discover(block=block).find("engine", engine)
-    if target is not None or (found is not None and found.offer.gives == "text"):
+    if target is not None or (found is not None and found.offer.output == "text"):
         aio.to_the_end(_by_model(name, target, engine, options, choice, block))
     elif engine is not None:
         raise ConfigError("--engine is for a model that plays: add --model DIR or --run RUN")

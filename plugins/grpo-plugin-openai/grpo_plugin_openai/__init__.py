@@ -11,6 +11,6 @@ import grpo_core
 def grpo_engines() -> Mapping[str, grpo_core.EngineOffer]:
     return {
         "openai": grpo_core.EngineOffer(
-            "grpo_plugin_openai.engine:OpenAIEngine", gives="text", check="grpo_plugin_openai.engine:check"
+            "grpo_plugin_openai.engine:OpenAIEngine", output="text", check="grpo_plugin_openai.engine:check"
         )
     }
