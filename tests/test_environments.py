@@ -555,7 +555,7 @@ def test_an_environment_that_always_fails_is_not_tried_forever(scenes):
 
 
 @pytest.mark.slow
-def test_a_caller_that_goes_away_takes_the_call_along(scenes):
+def test_a_call_whose_caller_is_gone_ends_at_its_deadline_and_the_next_one_follows(scenes):
     async def story(process):
         await process.start()
         hanging = asyncio.create_task(process.evaluate(episodes("hang")))
@@ -564,7 +564,7 @@ def test_a_caller_that_goes_away_takes_the_call_along(scenes):
         assert await process.evaluate(episodes("a")) == [Judgement(reward=1.0)]
         assert process.starts == 2
 
-    run(scenes, story)
+    run(scenes, story, deadline=1.0)
 
 
 @pytest.mark.slow
