@@ -206,3 +206,24 @@ def test_an_environment_that_cannot_judge_one_reply_ends_before_a_model_is_read(
     assert message in done.stderr
     assert "huge" not in done.stderr
     assert "grpo_core/environments" not in done.stderr, "frames of the plugin alone"
+
+
+@pytest.mark.parametrize("hint", ["", ", hint='2'"])
+def test_an_environment_that_never_hints_is_refused_by_name_for_a_loss_of_hints(here, hint):
+    (here / "env.py").write_text(
+        "import grpo_core as grpo\nclass Env(grpo.Environment):\n"
+        "    def prompts(self, split): return [grpo.Prompt(messages='1+1=', answer='2')]\n"
+        f"    def evaluate(self, episodes): return [grpo.Feedback(reward=0.0{hint})]\n"
+    )
+    command = [
+        GRPO,
+        "train",
+        "--env",
+        "./env.py:Env",
+        "--model",
+        "huge",
+        *option("loss.name", "self_distillation"),
+    ]
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert ("task 'env' gives no hints, from which the loss learns" in done.stderr) == (not hint)

@@ -97,6 +97,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("sapo", {"correction": {"name": "geometric_mask", "floor": 0.5, "cap": 3.0}}),
     ("vespo", {"entropy": {"coefficient": 0.05}}),
     ("dppo", {}),
+    ("self_distillation", {"teach": "mix"}),
     ("reinforce", {"mask": {"off_policy_limit": 0.4}}),
     ("distillation", {"nll_coefficient": 0.2, "teacher": {"reward_coefficient": 0.5}}),
 ]

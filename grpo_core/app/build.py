@@ -259,14 +259,13 @@ async def _start(run: Launch) -> None:
     run.warnings += [note for data in tasks.data.values() for note in data.notes.items()]
     check_loaders(config, tasks.loaders, parts.sampler)
     at_hand = {name: part for name, part in run.prompts.prompts.items() if name not in tasks.loaders}
-    await judge_one_reply(tasks.environments, at_hand)
+    await judge_one_reply(tasks.environments, at_hand, hints="hints" in parts.needs)
     await parts.data_plane.started()
     check_reader(parts.data_plane, config.data_plane.name)
     run.model = model = await _start_model(run)
     scores = dict(parts.scores)
     for name in (name for name in scores if scores[name].model):
-        path = await fetched(scores[name].model, run.trackers.status)
-        scores[name] = evolve(scores[name], weights=path)
+        scores[name] = evolve(scores[name], weights=await fetched(scores[name].model, run.trackers.status))
     if config.rollout.max_tokens == 0:
         parts.config = config = with_max_tokens(config, model.max_tokens)
         run.directory.complete_config(config)

@@ -560,8 +560,8 @@ def _warnings(path: Path, saved: Mapping[str, Any], config: Config) -> Iterator[
     was, now = saved.get("scores", {}), _score_digests(config)
     for name in sorted(was.keys() & now.keys()):
         if was[name] != now[name]:
-            weights = config.scores[name].weights
-            yield f"warning: the weights {weights} of scores.{name} have changed since the checkpoint"
+            model = f"{config.scores[name].weights} of scores.{name}"
+            yield f"warning: the weights {model} have changed since the checkpoint"
     was, now = saved.get("files", {}), file_hashes(config)
     for file in sorted(was.keys() & now.keys()):
         if was[file] != now[file]:

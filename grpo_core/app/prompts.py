@@ -28,14 +28,20 @@ BUGS = frozenset({"AttributeError", "ImportError", "ModuleNotFoundError", "NameE
 
 
 async def judge_one_reply(
-    environments: Mapping[str, EnvironmentPool], prompts: Mapping[str, Sequence[Prompt]]
+    environments: Mapping[str, EnvironmentPool],
+    prompts: Mapping[str, Sequence[Prompt]],
+    *,
+    hints: bool = False,
 ) -> None:
-    """Evaluate one reply of each task.  Raises PluginError for a bug, or a result that is no number."""
+    """Evaluate one reply of each task.  Raises PluginError for a bug, or a result that is no number.
+
+    With ``hints`` the reply is wrong, and ConfigError is raised if it gets none.
+    """
     for task, part in prompts.items():
         environment = environments[task]
         if environment.player is not None or environment.needs_group or not part:
             continue
-        (solved,) = await environment.solve(part[:1])
+        (solved,) = [None] if hints else await environment.solve(part[:1])
         reply = {"role": "assistant", "content": solved or "I do not know."}
         await environment.open({task: part[0]})
         messages = (*part[0].messages, reply)
@@ -46,6 +52,8 @@ async def judge_one_reply(
             raise PluginError(f"task {task!r}: {feedback.error}").carrying(fault)
         if fault is not None and fault.kind == BAD_REWARD:
             raise PluginError(f"task {task!r}: reply {reply['content']!r:.80}: {feedback.error}")
+        if hints and environment.max_turns == 1 and part[0].hint is feedback.hint is None:
+            raise ConfigError(f"task {task!r} gives no hints, from which the loss learns: set Prompt.hint")
 
 
 TOGETHER = 64

@@ -113,12 +113,12 @@ def needs_of(function: Callable[..., Any], options: Mapping[str, Any]) -> frozen
     return frozenset().union(*declared, *(getattr(value, "needs", ()) for value in values.values()))
 
 
-HintChoice = Callable[..., Sequence[str | None]]
-"""Returns the hint of each rollout of a group, or None, for the group and the loss's options as names."""
+def hints_chosen_by(choose: Callable[..., Sequence[str | None]]) -> Callable[[_Function], _Function]:
+    """Declare which hints of a group a loss learns from; without it, those of the environment.
 
-
-def hints_chosen_by(choose: HintChoice) -> Callable[[_Function], _Function]:
-    """Declare which hints of a group a loss learns from; without it, those of the environment."""
+    Args:
+        choose: returns the hint of each rollout, or None, for a group and the loss's options by name.
+    """
 
     def declare(function: _Function) -> _Function:
         function.hints = choose  # type: ignore[attr-defined]
@@ -131,7 +131,7 @@ def hints_of(
     function: Callable[..., Any], options: Mapping[str, Any]
 ) -> Callable[[Group], Sequence[str | None]]:
     """Return the function that chooses the hints of a group for a loss with these options."""
-    given: HintChoice = lambda group, **_: [rollout.hint for rollout in group.rollouts]  # noqa: E731
+    given = lambda group, **_: [rollout.hint for rollout in group.rollouts]  # noqa: E731
     return partial(getattr(function, "hints", given), **dict(options))
 
 

@@ -16,7 +16,7 @@ from attrs import define, evolve, field
 
 from grpo_core.contracts.errors import ControlInText, PluginError
 from grpo_core.contracts.protocols import Renderer
-from grpo_core.contracts.records import Group, Message, Rollout
+from grpo_core.contracts.records import Group, Message, Prompt, Rollout
 
 COUNTS = ("hints", "hints_cut", "hints_left_out", "hints_quoted")
 
@@ -49,8 +49,7 @@ class Hints:
         pairs = list(zip(group.rollouts, chosen, strict=True))
 
         def rendered() -> list[Rollout]:
-            messages = group.prompt.messages
-            return [self._hinted(messages, one, hint, renderer) if hint else one for one, hint in pairs]
+            return [self._hinted(group.prompt, one, hint, renderer) if hint else one for one, hint in pairs]
 
         rollouts = await renderer.run(rendered, sum(len(hint or "") for hint in chosen))
         return evolve(group, rollouts=tuple(rollouts))
@@ -61,14 +60,12 @@ class Hints:
         self._counts.clear()
         return found
 
-    def _hinted(
-        self, messages: Sequence[Message], rollout: Rollout, hint: str, renderer: Renderer
-    ) -> Rollout:
+    def _hinted(self, prompt: Prompt, rollout: Rollout, hint: str, renderer: Renderer) -> Rollout:
         """Return a rollout with the beginning of its prompt in the hinted context.
 
         A hint is left out if an agent wrote the prompt, if it spells a control token, or if there is no room.
         """
-        tools, rollout = rollout.tools, evolve(rollout, hint=hint)
+        messages, tools, rollout = prompt.messages, rollout.tools, evolve(rollout, hint=hint)
         try:
             plain = tuple(renderer.prompt_ids(messages, tools))
             longest = max(len(each.prompt_ids) + len(each.tokens) for each in rollout.segments)
