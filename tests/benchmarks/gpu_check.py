@@ -27,6 +27,7 @@ import importlib.util
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -454,6 +455,13 @@ def whole_run(
     )
     seen = f"accuracy {first:.1%} -> {last:.1%}; verify ended with {holds.returncode}"
     seen += f"; {tokens:.0f} tokens trained in a step at most"
+    longer = [
+        line["time/step"] / max(map(line.get, SIDES))
+        for line in metrics
+        if line.keys() >= {*SIDES, "time/step"}
+    ]
+    if longer:
+        seen += f"; a step takes {statistics.median(longer):.2f} times its longer side"
     seen += f"; canary: largest difference {differs:.3g}, {unproved:.0f} syncs in a row without proof at most"
     if device == "cuda":
         seen += f"; trainer allocates {trainers / 1024:.1f} GiB at most, all processes hold {most[0]:.1f}"
@@ -516,6 +524,7 @@ def leaving_nobody(check: Check, before: set[str]) -> tuple[str, str, bool]:
 DTYPES = ("float32", "bfloat16")
 LORA = ("--set", "model.lora.rank=8", "--set", "trainer.lr=0.001")
 TRAINED, TRAINERS = "tokens/trained", "memory_gpu/trainer"
+SIDES = "time/train", "time/generate"
 CANARY = "canary/difference_max", "canary/unproved"
 """Metrics of a step."""
 ONE_CARD = {

@@ -6,8 +6,8 @@ A plan is made of checks of `gpu_check.py`, in the order of need; those of one g
 Each has a process of its own, which is ended after twice its seconds.  One that no longer fits is left out,
 and shorter ones follow.  The JSON file is written after each check, so a plan may be cut anywhere.  `--only`
 chooses the checks whose names contain one of some words.  On a CPU (``--device cpu``), where checks run one
-after the other and have six times as long, this tests the plans.  On a machine without a network `gpu_pack`
-comes first:
+after the other and have six times as long, this tests the plans: `gpu_plan_cpu.json` has a rehearsal.  On a
+machine without a network `gpu_pack` comes first:
 
     python3 tests/benchmarks/gpu_pack/install.py build/gpu-pack /tmp/site && . /tmp/site/env.sh
     python3 tests/benchmarks/gpu_plan.py first --output $OUT/first.json
