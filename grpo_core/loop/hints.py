@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Literal
 
 from attrs import define, evolve, field
@@ -71,12 +72,18 @@ class Hints:
             longest = max(len(each.prompt_ids) + len(each.tokens) for each in rollout.segments)
             most = min(self.max_tokens, renderer.context - longest)
 
+            @cache
             def rendered(characters: int) -> tuple[int, ...]:
                 return tuple(renderer.prompt_ids(with_hint(messages, hint[-characters:], self.place), tools))
 
-            own = plain == tuple(rollout.segments[0].prompt_ids.tolist())
-            sizes = range(1, len(hint) + 1) if own else ()
-            kept = bisect_left(sizes, True, key=lambda n: len(rendered(n)) - len(plain) > most)
+            def too_long(characters: int) -> bool:
+                return len(rendered(characters)) - len(plain) > most
+
+            kept = len(hint)
+            if plain != tuple(rollout.segments[0].prompt_ids.tolist()):
+                kept = 0
+            elif too_long(kept):
+                kept = bisect_left(range(1, kept + 1), True, key=too_long)
             whole = rendered(kept) if kept else ()
         except ControlInText:
             kept = 0
