@@ -216,7 +216,7 @@ def test_the_gradient_does_not_depend_on_padding_splitting_or_order(
     )
     for trainer, given in ((one, ragged(groups=1, size=8)), (other, rows)):
         trainer.model.policy.module.double()
-        trainer.model.reference.module.double()
+        trainer.model.kept["start"].module.double()
         trainer.step(batch(given))
     mine, theirs = weights(one), weights(other)
     start = weights(TorchTrainer(setup(model)))
