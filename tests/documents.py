@@ -30,6 +30,7 @@ TUTORIALS = [
         "tools",
         "first-agent",
         "hosted",
+        "hints",
         "several-tasks",
         "first-dataloader",
         "first-sampler",

@@ -216,7 +216,7 @@ def test_the_gradient_does_not_depend_on_padding_splitting_or_order(
     )
     for trainer, given in ((one, ragged(groups=1, size=8)), (other, rows)):
         trainer.model.policy.module.double()
-        trainer.model.reference.module.double()
+        trainer.model.kept["start"].module.double()
         trainer.step(batch(given))
     mine, theirs = weights(one), weights(other)
     start = weights(TorchTrainer(setup(model)))
@@ -1232,8 +1232,8 @@ def test_a_run_sends_weights_as_its_engine_of_training_holds_them(
 
 def test_a_plugin_that_is_left_out_of_a_run_is_left_out_of_the_trainer(model: str, tmp_path: Path) -> None:
     host = PluginHost.discover(block=["math"])
-    config = Config(model=ModelConfig(path=model), loss=LossConfig(name="math:loss"))
-    given = Parts(config, host).trainer_setup(model)
+    given = Parts(Config(model=ModelConfig(path=model)), host).trainer_setup(model)
+    given = attrs.evolve(given, loss=LossConfig(name="math:loss"))
     with pytest.raises(PluginError, match=r"left out: plugin 'math' \(left out on request\)"):
         TorchTrainer(given)
 

@@ -67,7 +67,7 @@ class InThisProcess(Trainer):
     """A ``TorchTrainer`` in float64 that the pipeline awaits; remembers the rows and weights of each step."""
 
     def __init__(self, trainer: TorchTrainer) -> None:
-        for scorer in (trainer.model.policy, trainer.model.reference):
+        for scorer in (trainer.model.policy, *trainer.model.kept.values()):
             scorer.module.double()
         self.trainer = trainer
         self.rows: list[Sequence[Row]] = []
