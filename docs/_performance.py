@@ -36,15 +36,16 @@ def digest(files: Iterable[str]) -> str:
 
 
 def measured_at(row: dict[str, str]) -> str:
-    """Return date and commit of a figure, and ``before`` if files that it depends on have changed since."""
+    """Return the commit of a figure; ``before`` if files that it depends on have changed since."""
     changed = row["digest"] != digest(row["files"])
-    return f"{row['date']}, {row['commit']}{', before' if changed else ''}"
+    return f"{'before ' if changed else ''}{row['commit']}"
 
 
 def page() -> str:
     """Return the page."""
     rows = [
-        f"| {row['what']} | {row['shown']} | {row['limit']} | {measured_at(row)} | `{row['command']}` |"
+        f"| {row['what']} | {row['shown']} | {row['limit']} | {measured_at(row)} "
+        f"| `{row['command'].removeprefix('python ')}` |"
         for row in json.loads(ROWS.read_text(encoding="utf-8"))
     ]
     head = ["| what | figure | limit | measured | command |", "|---|---|---|---|---|"]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.processes.aio import Changes, Slots, gather
+from grpo_core.processes.aio import Changes, FairSemaphore, gather
 from grpo_core.testing import clock, run
 
 
@@ -141,7 +141,7 @@ def test_slots_are_never_taken_twice_and_all_are_free_in_the_end(number, calls, 
                     taken -= min(size, number)
 
     async def main():
-        slots = Slots(number)
+        slots = FairSemaphore(number)
         async with asyncio.TaskGroup() as group:
             for each in calls:
                 group.create_task(call(slots, *each))
@@ -161,7 +161,7 @@ def test_a_call_that_takes_all_slots_is_not_passed_by():
             await asyncio.sleep(1)
 
     async def main():
-        slots = Slots(2)
+        slots = FairSemaphore(2)
         await asyncio.gather(
             *(call(slots, size, name) for name, size in zip("abcd", (1, 2, 1, 1), strict=True))
         )

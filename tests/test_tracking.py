@@ -102,7 +102,8 @@ def test_everything_that_happens_is_on_disk(tmp_path):
     ]
     assert metrics[1]["loss"] is None, "JSON has no NaN"
     (first, second) = rollouts(run.path / "rollouts" / "step-000001.jsonl.gz")
-    assert first == second | {"info": {}}, "the first line of a group has the info of its prompt"
+    own = {"info": {}, "prompt_hint": None}
+    assert first == second | own, "the first line of a group has what its prompt has alone"
     assert first["messages"][-1]["content"] == "12345"
     assert first["reward"] == 1.0
     opened, *events = lines(run.path / "events.jsonl")

@@ -24,6 +24,7 @@ WIDTH = 100
 """Columns of the comments."""
 NAMED: Mapping[str, tuple[str, type | None]] = {
     "tasks": ("tasks", configuration.TaskConfig),
+    "scores": ("scores", configuration.ScoreConfig),
     "filters": ("filters", None),
     "tracking.options": ("tracking", None),
     "validation.sets": ("validation.sets", configuration.ValidationSetConfig),

@@ -482,7 +482,9 @@ class Dispatcher:
             self._batching |= not some[0].slotted
             # a call has the context of its first caller, whoever begins it
             running = asyncio.get_running_loop().create_task(
-                self._call(some, slots, alone=alone), name="call", context=some[0].asked.context
+                self._call(some, slots, alone=alone),
+                name="call" if some[0].slotted else "batched call",
+                context=some[0].asked.context,
             )
             self._calls[running] = some
             running.add_done_callback(partial(self._ended, slots))

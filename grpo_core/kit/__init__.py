@@ -85,7 +85,6 @@ if TYPE_CHECKING:
     from grpo_core.contracts.completions import check_request as check_request
     from grpo_core.contracts.incidents import report as report
     from grpo_core.contracts.incidents import reported_to as reported_to
-    from grpo_core.contracts.loss import SCORE as SCORE
     from grpo_core.contracts.loss import needs_of as needs_of
     from grpo_core.contracts.playing import derive_seed as derive_seed
     from grpo_core.contracts.records import Judgement as Judgement

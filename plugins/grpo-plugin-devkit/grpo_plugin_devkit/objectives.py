@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve, fields
 
 from grpo_core import Group, LossInputs, Prompt, Rollout, Segment, Tokens
-from grpo_core.kit import SCORE, needs_of
+from grpo_core.contracts.loss import SCORE
+from grpo_core.kit import needs_of
 from grpo_core.loop import rows
 from grpo_plugin_devkit.contracts import Contract
 
