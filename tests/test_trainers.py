@@ -174,7 +174,7 @@ def test_the_trainer_of_the_examples_trains_a_run_and_is_resumed(
     [
         ("trainer.updates_per_step=4", "does not know trainer.updates_per_step = 4"),
         ("model.lora.rank=4", "leave out [model.lora]"),
-        ("loss.options.kl.coefficient=0.1", "needs reference"),
+        ("loss.options.kl.coefficient=0.1", "needs scores.reference"),
     ],
 )
 def test_the_trainer_of_the_examples_refuses_what_it_does_not_do(
