@@ -1,8 +1,9 @@
-"""An ordinary agent: a loop around OpenAI's package, with a tool.  `pip install openai`.
+"""An ordinary agent: a loop around OpenAI's package, which tries three times.  `pip install openai`.
 
-grpo-core train --env ./examples/agent.py
+grpo-core train --env ./examples/agent.py --set trainer.steps=40
 """
 
+import itertools
 import random
 
 from openai import AsyncOpenAI
@@ -11,13 +12,13 @@ import grpo_core as grpo
 
 MODEL = AsyncOpenAI(base_url="http://unused", api_key="unused")  # one, since making it takes 50 ms
 concurrency = 64  # rollouts at once in a process: run keeps its state in local variables
+WORDS = ["".join(letters) for letters in itertools.product("abcdefgh", repeat=3)]
+HELD_OUT = random.Random(0).sample(WORDS, 100)
 
 
 def prompts(split):
-    pairs = [(a, b) for a in range(2, 40) for b in range(2, 10)]
-    random.Random(0).shuffle(pairs)
-    chosen = pairs[50:] if split == "train" else pairs[:50]  # no prompt is in both
-    return [grpo.Prompt(messages=f"{a}*{b}=", answer=str(a * b)) for a, b in chosen]
+    chosen = HELD_OUT if split == "validation" else [word for word in WORDS if word not in HELD_OUT]
+    return [grpo.Prompt(messages=f"{word}:", answer=word.upper()) for word in chosen]
 
 
 async def run(prompt, client):
