@@ -1,6 +1,6 @@
 """An ordinary agent: a loop around OpenAI's package, which tries three times.  `pip install openai`.
 
-grpo-core train --env ./examples/agent.py --set trainer.steps=40
+grpo-core train --env ./examples/agent.py --set trainer.steps=40 --set model.options.warm_start_steps=32
 """
 
 import itertools
