@@ -19,7 +19,7 @@ from grpo_core.config import TRUNCATIONS, Config, EnvironmentConfig, TaskConfig,
 from grpo_core.config.idle import CLUSTER, MEASURED, WEIGHING, idle_keys
 from grpo_core.contracts.errors import ConfigError, did_you_mean, wrong_input
 from grpo_core.contracts.hookspecs import TrainerOffer
-from grpo_core.contracts.loss import SCORE, problems_of
+from grpo_core.contracts.loss import problems_of, score_names
 from grpo_core.data.samplers import plugin_state
 from grpo_core.loop.endings import Goal
 from grpo_core.loop.metrics import COMPARED, names_of_tasks
@@ -131,7 +131,7 @@ def _make(parts: Parts) -> None:
 def _check_scores(parts: Parts) -> None:
     """Raise ConfigError if loss, scores and trainer do not fit, ModelError if a score's model is none."""
     config, scores, loss = parts.config, parts.scores, f"the loss {parts.config.loss.name!r}"
-    needed = sorted(need.removeprefix(SCORE) for need in parts.needs if need.startswith(SCORE))
+    needed = score_names(parts.needs)
     if idle := sorted(config.scores.keys() - set(needed)):
         reads = ", ".join(needed) or "no score"
         raise ConfigError(f"[scores.{idle[0]}] does nothing: with its options {loss} reads {reads}")

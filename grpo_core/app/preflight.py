@@ -13,7 +13,7 @@ from grpo_core.contracts.errors import PluginError, plugin_errors
 from grpo_core.plugins.offers import Selected
 
 STAGES = (("config", "host"), ("model",), ("renderer", "held_out", "prompts", "environments"))
-"""What is there before anything starts, when the model is here, and before the first rollout is played."""
+"""Parameters that are known before anything starts, when the model is here, and before the first rollout."""
 
 
 def preflight(parts: Parts, **there: Any) -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ from attrs import field, fields, frozen
 from attrs.validators import deep_iterable, ge, gt, le, lt, min_len, optional
 
 from grpo_core.config.idle import CLUSTER, MEASURED, WEIGHING, only_with
-from grpo_core.contracts.loss import SCORE
+from grpo_core.contracts.loss import score_names
 from grpo_core.contracts.records import WithSections
 
 # ---------------------------------------------------------------------------------- shared by sections
@@ -120,9 +120,8 @@ USUAL_SCORES = {"reference": ScoreConfig(), "hinted": ScoreConfig(weights="curre
 
 def needed_scores(chosen: Mapping[str, ScoreConfig], needs: Iterable[str]) -> dict[str, ScoreConfig]:
     """Return the scores that a loss needs, except missing ones."""
-    names = sorted(need.removeprefix(SCORE) for need in needs if need.startswith(SCORE))
     known = USUAL_SCORES | dict(chosen)
-    return {name: known[name] for name in names if name in known}
+    return {name: known[name] for name in score_names(needs) if name in known}
 
 
 # ---------------------------------------------------------------------------------- tasks and their data

@@ -113,6 +113,11 @@ def needs_of(function: Callable[..., Any], options: Mapping[str, Any]) -> frozen
     return frozenset().union(*declared, *(getattr(value, "needs", ()) for value in values.values()))
 
 
+def score_names(needs: Iterable[Need]) -> list[str]:
+    """Return the names of the scores among the needs of a loss, sorted."""
+    return sorted(need.removeprefix(SCORE) for need in needs if need.startswith(SCORE))
+
+
 def hints_chosen_by(choose: Callable[..., Sequence[str | None]]) -> Callable[[_Function], _Function]:
     """Declare which hints of a group a loss learns from; without it, those of the environment.
 
@@ -131,7 +136,10 @@ def hints_of(
     function: Callable[..., Any], options: Mapping[str, Any]
 ) -> Callable[[Group], Sequence[str | None]]:
     """Return the function that chooses the hints of a group for a loss with these options."""
-    given = lambda group, **_: [rollout.hint for rollout in group.rollouts]  # noqa: E731
+
+    def given(group: Group, **_: object) -> list[str | None]:
+        return [rollout.hint for rollout in group.rollouts]
+
     return partial(getattr(function, "hints", given), **dict(options))
 
 

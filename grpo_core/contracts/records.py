@@ -779,9 +779,9 @@ class Row:
     )
     """Advantage of each sampled token, float32; None if all have ``advantage``."""
     hint_prefix: Ids = field(default=(), converter=_ids, eq=_SAME_IDS, hash=False)
-    """As in ``Rollout``; only scores in the hinted context read these tokens."""
+    """The same of its rollout; only scores in the hinted context read these tokens."""
     hint_ids: Ids = field(default=(), converter=_ids, eq=_SAME_IDS, hash=False)
-    """As in ``Rollout``; empty without a hint."""
+    """The same of its rollout; empty without a hint."""
 
 
 @frozen(kw_only=True)

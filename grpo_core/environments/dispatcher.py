@@ -222,7 +222,7 @@ class Service:
         self.units: dict[Unit, None] = {}
         """Its units that have no results yet."""
         self.late: dict[Unit, Sequence[Any]] = {}
-        """Those that were late since its last answer, with what they get if that is their fault."""
+        """Units that were late since its last answer, with their results if they are at fault."""
         self._probe: Unit | None = None
         """The unit that tries while it is away, or that is the next to do so."""
         self._suspects: dict[str, tuple[int, int]] = {}

@@ -320,9 +320,8 @@ class EnvironmentHost:
         busy = [self._opening[name] for name in names if name in self._opening]
         busy += [self._sessions[name].idle for name in names if name in self._sessions]
         if waits := [event.wait() for event in busy if not event.is_set()]:
-            await self._calls.gathered(
-                waits, completes=True
-            )  # their callers are gone, and the cancelled code may still clean up
+            # their callers are gone, and the cancelled code may still clean up
+            await self._calls.gathered(waits, completes=True)
         sessions = [self._sessions.pop(name) for name in names if name in self._sessions]
         if close := getattr(self._environment, "close", None):
             results = await self._calls.each(close, [each.value for each in sessions], completes=True)

@@ -390,9 +390,7 @@ class TorchTrainer:
     def _plain(self, name: str, update: Sequence[MicroBatch], temperature: float) -> tuple[list[Tensor], int]:
         """Return a score of each micro-batch, and its number of NaN."""
         found = [self._scores.logprobs(name, micro, temperature) for micro in update]
-        return found, sum(
-            int(each.isnan().sum()) for each, micro in zip(found, update, strict=True) if micro.rows
-        )
+        return found, _nans([each for each, micro in zip(found, update, strict=True) if micro.rows])
 
     def _hinted(
         self, name: str, update: Sequence[MicroBatch], temperature: float
@@ -401,9 +399,9 @@ class TorchTrainer:
 
         Rows without a hint cost no pass: their tokens are NaN, which is not counted.
         """
-        contexts = {id(row): in_hinted_context(row) for micro in update for row in micro.rows}
-        hinted = {key: row for key, row in contexts.items() if row is not None}
-        places = {id(row): key for key, row in hinted.items()}
+        contexts = ((id(row), in_hinted_context(row)) for micro in update for row in micro.rows)
+        hinted = {key: context for key, context in contexts if context is not None}
+        places = {id(context): key for key, context in hinted.items()}
         found: dict[int, Tensor] = {}
         for micro in self._collated(list(hinted.values())):
             scored = self._scores.logprobs(name, micro, temperature)
@@ -420,7 +418,7 @@ class TorchTrainer:
                     score[begin:end] = found[id(row)]
                 begin = end
             scores.append(score)
-        return scores, sum(int(part.isnan().sum()) for part in found.values())
+        return scores, _nans(list(found.values()))
 
     def _update(self, about: Update, update: Sequence[MicroBatch], totals: Totals) -> None:
         share, number = about.share, about.number
@@ -585,3 +583,8 @@ class TorchTrainer:
     def written(self) -> Future[None]:
         """Done when what was saved last is written, or with the OSError for which it cannot be."""
         return self._saving.written()
+
+
+def _nans(scores: Sequence[Tensor]) -> int:
+    """Count NaN; a GPU is waited for once."""
+    return int(torch.cat([score.isnan() for score in scores]).sum()) if scores else 0

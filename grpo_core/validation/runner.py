@@ -456,9 +456,9 @@ class Validation:
 
     parts: Sequence[HeldOut]
     strategies: Mapping[str, ValidationStrategy]
-    """By the name of the part."""
+    """The strategy of each part, by its name."""
     shared: Context
-    """What all parts share."""
+    """The context that all parts share."""
     last: int
     """The last version of the run."""
     emit: Callable[[Event], None] = field(default=lambda event: None)

@@ -52,7 +52,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "graphs": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
     "compiled": {},
 }
-"""How vLLM computes a step of decoding."""
+"""Options with which vLLM computes a step of decoding, by name."""
 GIB = 1 << 30
 
 

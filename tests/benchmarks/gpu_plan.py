@@ -66,7 +66,7 @@ SUMS = (
         "rollout.max_tokens=24",
     ),
 )
-"""What examples/smollm2/sums.toml has; on one H200 `local` learned it in 20 steps."""
+"""The settings of examples/smollm2/sums.toml; on one H200 `local` learned it in 20 steps."""
 TESTS = "collective distillation engine_local optimizers packing passes resting trainer_weights transports"
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve, fields
 
 from grpo_core import Group, LossInputs, Prompt, Rollout, Segment, Tokens
-from grpo_core.contracts.loss import SCORE
+from grpo_core.contracts.loss import score_names
 from grpo_core.kit import needs_of
 from grpo_core.loop import rows
 from grpo_plugin_devkit.contracts import Contract
@@ -165,10 +165,9 @@ class LossContract(Contract):
             trained = name in ("policy_logprobs", "entropy")
             if tensor is not None and tensor.is_floating_point():
                 made[name] = tensor.detach().clone().requires_grad_(trained)
-        scores = [need.removeprefix(SCORE) for need in self._needs if need.startswith(SCORE)]
         return LossInputs(
             **made,
-            scores={name: logprobs(generation.detach()) for name in sorted(scores)},
+            scores={name: logprobs(generation.detach()) for name in score_names(self._needs)},
             entropy_coefficient=0.01 if "entropy_control" in self._needs else 0.0,
             step=3,
             update=1,

@@ -70,7 +70,7 @@ SERVE = (
     "model-hosting-container-standards"
 )
 OURS = "attrs cattrs cyclopts docstring-parser rich-rst tomli-w torchdata gguf bitsandbytes"
-"""What vLLM's engine, its server and the project import, and the machine lacks."""
+"""Distributions that vLLM's engine, its server and the project import, and the machine lacks."""
 PROJECTS = (
     "",
     *(f"plugins/grpo-plugin-{name}" for name in ("algorithms", "devkit", "math", "scale", "smollm2", "vllm")),
