@@ -25,7 +25,7 @@ AGENT = str(Path(__file__).parents[3] / "examples" / "agent.py")
 
 
 class Hosted:
-    """A server that sorts digits and multiplies, by a tool where it is given one.
+    """A server that sorts digits, writes capitals and multiplies, by a tool where it is given one.
 
     Args:
         faults: answers of the first requests instead; None is a right one.
@@ -84,6 +84,8 @@ def said(body):
                 "tool_calls": [{"id": "x", "type": "function", "function": call}],
             }
         return {"role": "assistant", "content": str(a * b)}
+    if question.endswith(":"):
+        return {"role": "assistant", "content": question.removesuffix(":").upper()}
     return {"role": "assistant", "content": "".join(sorted(question.rstrip("=")))}
 
 
