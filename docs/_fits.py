@@ -58,13 +58,16 @@ ROWS: Sequence[tuple[str, str, Sequence[str]]] = (
     ("Qwen3-30B-A3B with `[model.lora]`", "30B-A3B", (LORA,)),
 )
 """Titles, models and settings."""
-CHANGES = (
-    "trainer.activations=recompute",
-    "trainer.weights=bfloat16",
-    "optimizer.name=adamw_8bit",
-    "engine.options.memory_fraction=0.3",
+CHANGES: Sequence[Sequence[str]] = (
+    (),
+    *(
+        [f"{key}={value}" for key, value in keys.items()]
+        for keys in memory.SMALLER
+        if "model.lora.rank" not in keys
+    ),
+    ("trainer.activations=recompute", "optimizer.name=adamw_8bit", "engine.options.memory_fraction=0.3"),
 )
-"""Changes that are added one after the other until the run fits."""
+"""Changes, of which the first counts with which the run fits."""
 
 
 model_shapes = functools.cache(activations.model_shapes)
@@ -116,14 +119,14 @@ def check(model: str, count: int, *settings: str) -> None:
 def cell(model: str, count: int, settings: Sequence[str]) -> str:
     """Return the first changes with which a run fits, or what it needs at least."""
     least = float("inf")
-    for number in range(len(CHANGES) + 1):
+    for changes in CHANGES:
         try:
-            check(model, count, *settings, *CHANGES[:number])
+            check(model, count, *settings, *changes)
         except ConfigError as error:
             if found := re.search(r"needs at least ([\d.]+) GiB", str(error)):
                 least = min(least, float(found[1]))
             continue
-        return ", ".join(f"`{change}`" for change in CHANGES[:number]) or "as it is"
+        return ", ".join(f"`{change}`" for change in changes) or "as it is"
     return f"none: at least {least:.0f} GiB"
 
 

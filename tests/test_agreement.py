@@ -517,17 +517,24 @@ def planted(
     dtype: torch.dtype,
     prompts: Prompts = SUMS,
     syncs: int = 100,
+    make: Callable[[str, torch.dtype], Planted] = Planted,
 ) -> Counter[tuple[str, str]]:
     """Count the outcomes of some syncs, each of them also with an engine that has one of the faults."""
     torch.manual_seed(1)
     path = given.model.path
     own = checkpoint_tensors(models.load(path, device=torch.device("cpu")))
     blank = {name: torch.randn_like(tensor) * tensor.std() for name, tensor in own.items()}
-    planting = Planting(TorchTrainer(given), Planted(path, dtype), blank, prompts)
 
     async def story() -> Counter[tuple[str, str]]:
-        await planting.sync(())
-        return Counter([outcome for _ in range(syncs) for outcome in (await planting.sync(faults)).items()])
+        engine = make(path, dtype)
+        planting = Planting(TorchTrainer(given), engine, blank, prompts)
+        try:
+            await planting.sync(())
+            return Counter(
+                [outcome for _ in range(syncs) for outcome in (await planting.sync(faults)).items()]
+            )
+        finally:
+            await engine.aclose()
 
     return asyncio.run(story())
 

@@ -16,6 +16,7 @@ import gc
 import json
 import os
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,11 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' helpers
+
+from adapting import with_lora
+from scaled import scaled
+
 from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.records import Batch, Completion, EngineSetup, GenerationRequest, Row
@@ -37,6 +43,7 @@ from grpo_core.training.model import load
 from grpo_core.weights.names import checkpoint_tensors
 from grpo_core.weights.publishing import Writer
 from grpo_core.weights.shm import SharedMemoryWriter
+from grpo_plugin_scale.lora import LoraConfig
 from grpo_plugin_scale.training.trainer import ScaledTrainer
 from grpo_plugin_scale.weights.collective import CollectiveWriter
 from grpo_plugin_scale.weights.cuda_ipc import CudaIpcWriter
@@ -75,6 +82,10 @@ class Shape:
     """Tokens of a request, half of them sampled."""
     options: dict[str, Any]
     """Settings of the trainer."""
+    weights: str = "float32"
+    """Weights of the trainer's passes."""
+    rank: int = 0
+    """Inner dimension of the adapters that are trained instead of the weights; 0 trains the weights."""
 
     @property
     def config(self) -> Any:
@@ -93,8 +104,13 @@ class Shape:
         )
 
     def operations(self, parameters: int) -> float:
-        """Return those of a token in training: all weights, and causal attention over a row."""
-        return 6.0 * parameters + 6.0 * self.layers * self.heads * self.head * self.tokens
+        """Return those of a token in training: all weights, and causal attention over a row.
+
+        Frozen weights get no gradient, which is a third less.
+        """
+        return (
+            4.0 if self.rank else 6.0
+        ) * parameters + 6.0 * self.layers * self.heads * self.head * self.tokens
 
 
 SHAPES = {
@@ -112,7 +128,14 @@ SHAPES = {
     ),
     "4B": Shape(
         layers=36, width=2560, inner=9728, heads=32,
-        options={"activations": "recompute", "weights": "bfloat16"},
+        options={"activations": "recompute"}, weights="bfloat16",
+    ),
+    "4B, LoRA": Shape(
+        layers=36, width=2560, inner=9728, heads=32, options={"activations": "recompute"}, rank=16,
+    ),
+    "tiny, LoRA": Shape(
+        layers=2, width=64, inner=128, heads=2, keys=1, head=32, vocabulary=256,
+        rows=4, tokens=128, requests=8, context=64, options={}, rank=16,
     ),
 }  # fmt: skip
 
@@ -137,12 +160,12 @@ def make(shape: Shape, directory: Path) -> Path:
 def of_trainer(shape: Shape, device: str, model: Path) -> dict[str, float]:
     """Train rows of one length."""
     dtype = "bfloat16" if device == "cuda" else "float32"
-    made = ScaledTrainer(
-        TrainerSetup(
-            model=ModelConfig(path=str(model), dtype=dtype),  # type: ignore[arg-type]
-            trainer=TrainerConfig(steps=STEPS, device=device, **shape.options),
-        )
+    given = TrainerSetup(
+        model=ModelConfig(path=str(model), dtype=dtype),  # type: ignore[arg-type]
+        trainer=TrainerConfig(steps=STEPS, device=device, **shape.options),
+        sections=scaled(weights=shape.weights),
     )
+    made = ScaledTrainer(with_lora(given, LoraConfig(rank=shape.rank) if shape.rank else None))
     ids = torch.randint(5, shape.vocabulary, (shape.rows, shape.tokens)).tolist()
     rows = tuple(
         Row(

@@ -69,6 +69,8 @@ SUMS = (
 """The settings of examples/smollm2/sums.toml; on one H200 `local` learned it in 20 steps."""
 TESTS = "collective distillation engine_local optimizers packing passes resting trainer_weights transports"
 
+VLLM = "plugins/grpo-plugin-vllm/tests/test_vllm.py"
+
 
 @frozen
 class Planned:
@@ -101,7 +103,7 @@ def first(device: str) -> Plan:
     killed = Planned("vLLM, EngineCore killed", 70, partial(killed_core, device))
     tested = [
         tests("trainer", *(f"tests/test_{name}.py" for name in TESTS.split())),
-        tests("vLLM", "plugins/grpo-plugin-vllm/tests/test_vllm.py"),
+        tests("vLLM", VLLM, "-k", "not no_fault"),
     ]
     of_trainer = "0.6B, rows of 16k" if on_gpu else shape
     plan = [
@@ -122,7 +124,7 @@ def first(device: str) -> Plan:
 
 
 def second(device: str) -> Plan:
-    """LoRA, both sides on one GPU at once and in turn, long rows, figures of 4B, and a Ray worker."""
+    """LoRA, planted faults, both sides on one GPU at once and in turn, long rows, 4B, and a Ray worker."""
     on_gpu = device == "cuda"
     dtype, more = ("bfloat16", SMALL) if on_gpu else ("float32", ())
     steps, learns = (60, 0.0) if on_gpu else (3, -1.0)
@@ -141,11 +143,17 @@ def second(device: str) -> Plan:
             Planned(f"figures of the trainer, {shape}", seconds, partial(figures, "trainer", shape, device))
         ]
 
+    faults = tests("100 syncs with planted faults", VLLM, "-k", "no_fault")
     plan = [[lora("true"), lora("false"), both("0.6B" if on_gpu else "tiny", "at once", *more[1:])]]
+    plan[0].append(faults)
     if on_gpu:
         plan += [[both("0.6B", "in turn", *IN_TURN)]]
         plan += [[both("4B", "at once")], [both("4B", "in turn", *IN_TURN)]]
         plan += [trained("0.6B, rows of 65k", 45), trained("4B", 60)]
+        plan += [[Planned("figures of the engine, 4B", 150, partial(figures, "engine", "4B", device))]]
+        plan += [trained("4B, LoRA", 60)]
+    else:
+        plan += [trained("tiny, LoRA", 30)]
     with contextlib.suppress(PackageNotFoundError):
         half = ("--set", "engine.gpus_per_worker=0.5") if on_gpu else ()
         worker = partial(whole_run, "vllm", device, dtype, "--ray", *half, *more, learns=learns, steps=steps)
@@ -153,8 +161,8 @@ def second(device: str) -> Plan:
     return plan
 
 
-def tests(name: str, *paths: str) -> Planned:
-    return Planned(f"tests marked gpu, {name}", 100, partial(gpu_tests, *paths))
+def tests(name: str, *arguments: str) -> Planned:
+    return Planned(f"tests marked gpu, {name}", 100, partial(gpu_tests, *arguments))
 
 
 def killed_core(device: str) -> tuple[str, str, bool]:

@@ -40,11 +40,10 @@ PROMPT_TOKENS = 256
 SMALLEST = 1 << 30
 """Bytes of a trainer below which the slow nvidia-smi is not run."""
 _RECOMPUTES = {"trainer.activations": "recompute"}
-_HALVES = {**_RECOMPUTES, "trainer.weights": "bfloat16"}
 SMALLER: Sequence[Mapping[str, str]] = (
     _RECOMPUTES,
-    _HALVES,
-    {**_HALVES, "optimizer.name": "adamw_8bit"},
+    {**_RECOMPUTES, "trainer.weights": "bfloat16"},
+    {**_RECOMPUTES, "optimizer.name": "adamw_8bit"},
     {**_RECOMPUTES, "model.lora.rank": "16"},
 )
 """Configuration changes that reduce the memory of a trainer on a GPU, the cheapest first."""

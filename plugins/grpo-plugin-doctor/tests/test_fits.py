@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 
 from grpo_core import ConfigError
+from grpo_core.app import launch
+from grpo_core.app.make import make
+from grpo_core.config import parse_settings
+from grpo_plugin_doctor.memory import SMALLER
 
 ROOT = Path(__file__).parents[3]
 SPEC = importlib.util.spec_from_file_location("_fits", ROOT / "docs" / "_fits.py")
@@ -45,3 +49,10 @@ def test_the_document_names_the_smallest_change_with_which_a_model_fits_or_that_
 def test_what_does_not_fit_is_refused_before_anything_is_loaded(model, gpus, settings, message):
     with pytest.raises(ConfigError, match=message):
         fits.check(model, gpus, *settings)
+
+
+@pytest.mark.parametrize("keys", SMALLER, ids=str)
+def test_a_proposed_change_is_a_run_that_is_not_refused(keys):
+    settings = [f"{key}={value}" for key, value in keys.items()]
+    given = parse_settings(["model.dtype=bfloat16", *settings], {"tasks": launch.tasks_of(["math:sort"])})
+    make(*launch.configure([], given))
