@@ -18,7 +18,7 @@ from attrs import define, evolve, field, frozen
 
 from grpo_core._version import __version__
 from grpo_core.app.make import made
-from grpo_core.app.model_sources import EvalTarget, StartModel, check_start, start_digest, without_overridden
+from grpo_core.app.model_sources import RUNS, EvalTarget, StartModel, check_start, start_digest, without_overridden
 from grpo_core.app.parts import Parts, engine_dtype, intervals
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.app.preflight import preflight
@@ -45,9 +45,6 @@ from grpo_core.reporting.trackers import Trackers
 from grpo_core.storage.published import Published
 from grpo_core.storage.run_directory import RunDirectory, lost
 from grpo_core.text.rendering import Renderer
-
-RUNS = Path("runs")
-"""The default parent directory of runs."""
 
 
 def new_run(

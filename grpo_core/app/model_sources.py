@@ -26,6 +26,8 @@ from grpo_core.storage.published import FILE
 from grpo_core.storage.run_directory import CONFIG, RunDirectory
 
 T = TypeVar("T")
+RUNS = Path("runs")
+"""The default parent directory of runs."""
 PACE = 1.0
 """Seconds between two looks at a download."""
 LEAST = 5_000_000
@@ -275,6 +277,10 @@ def find_target(
             f"{target} is neither a run (there is no {CONFIG} in it) nor a model (there is no config.json)"
             f"{hint}"
         )
+    beside = {each.parent.name for each in path.parent.glob(f"*/{CONFIG}")} if path.parent.name else set()
+    if not path.exists() and (beside or path.parent == RUNS):
+        there = ", ".join(sorted(beside)) or "none"
+        raise ConfigError(f"there is no run {target}.{did_you_mean(path.name, beside)} Runs there: {there}")
     directory = local_directory(target)
     return EvalTarget(name=target, model=Path(directory), version=0, table={"model": {"path": directory}})
 

@@ -15,8 +15,15 @@ from typing import Any
 from attrs import evolve, frozen
 
 from grpo_core.app import provenance
-from grpo_core.app.launch import RUNS, configure_target, new_directory, unused
-from grpo_core.app.model_sources import EvalTarget, ModelRequest, StartModel, find_target, with_max_tokens
+from grpo_core.app.launch import configure_target, new_directory, unused
+from grpo_core.app.model_sources import (
+    RUNS,
+    EvalTarget,
+    ModelRequest,
+    StartModel,
+    find_target,
+    with_max_tokens,
+)
 from grpo_core.app.parts import Parts, sampling_params
 from grpo_core.app.preflight import preflight, preflight_async
 from grpo_core.app.prompts import RunPrompts
