@@ -7,16 +7,16 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
-from attrs import asdict, evolve, fields, fields_dict, frozen
+import cattrs
+from attrs import evolve, fields, frozen, has
 
 from grpo_core.app.model_sources import scoring_model
-from grpo_core.config import Config, PluginChoice, TaskConfig, ValidationSetConfig
+from grpo_core.config import Config
 from grpo_core.contracts.errors import GrpoError
-from grpo_core.contracts.records import SectionValues, name_of_class
-from grpo_core.data.rows import is_path
-from grpo_core.plugins.host import Kind, PluginHost
+from grpo_core.contracts.records import name_of_class
+from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.installed import in_file
 from grpo_core.plugins.paths import absolute
 from grpo_core.plugins.paths import with_absolute_path as with_absolute_name
@@ -27,6 +27,13 @@ Section = TypeVar("Section", bound=Any)
 
 PATHS = frozenset({"path", "chat_template", "data", "validation_data", "python"})
 """Keys of the core with a path, or with another name."""
+OPTIONS: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "env_options": (("environment", "env"),),
+    "data_options": (("dataloader", "data"), ("dataloader", "validation_data")),
+    "player_options": (("player", "player"),),
+    "options": (("", "name"), ("environment", "env"), ("model", "path")),
+}
+"""Keys with the options of an offer, and the kind and the key of its name: the first that the section has."""
 
 
 def with_absolute_paths(config: Config, host: PluginHost) -> Config:
@@ -34,38 +41,27 @@ def with_absolute_paths(config: Config, host: PluginHost) -> Config:
 
     Options of plugins are paths if their factories annotate them so.
     """
-    paths, model, tracking = _Paths(host), config.model, config.tracking
-    own, python = config.validation.engine, config.environment.python
-    changed: dict[str, Any] = {
-        key: paths.choice("validation_strategy" if key == "validation" else cast("Kind", key), choice)
-        for key in fields_dict(Config)
-        if isinstance(choice := getattr(config, key), PluginChoice)
-    }
-    changed["validation"] = evolve(
-        changed["validation"],
-        engine=own and paths.choice("engine", own),
-        sets={name: paths.of_set(one, config) for name, one in config.validation.sets.items()},
-    )
-    options = paths.of("model", model.path, model.options)
-    changed["model"] = paths.section(model, options=options)
-    if host.offers("model", model.path):
-        changed["model"] = evolve(changed["model"], path=model.path)
-    changed["scores"] = {
-        name: evolve(score, weights=_existing(scoring_model(name, score.model))) if score.model else score
-        for name, score in config.scores.items()
+    paths, model, tracking = _Paths(host, config), config.model, config.tracking
+    changed = paths.section(config)
+    made = host.offers("model", model.path)
+    values = {
+        name_of_class(each.kind): cattrs.unstructure(paths.section(config.section(each.kind)))
+        for each in host.sections.added
     }
     return evolve(
-        config,
-        tasks={name: paths.task(task, python) for name, task in config.tasks.items()},
+        changed,
+        model=evolve(changed.model, path=model.path) if made else changed.model,
+        scores={
+            name: evolve(score, weights=_existing(scoring_model(name, score.model))) if score.model else score
+            for name, score in config.scores.items()
+        },
         tracking=evolve(
             tracking,
             trackers=[_absolute_name(name) for name in tracking.trackers],
             options=paths.by_name("tracker", tracking.options),
         ),
-        environment=paths.section(config.environment),
-        sections=tuple(evolve(each, values=paths.of_section(each)) for each in config.sections),
+        sections=tuple(evolve(each, values=values.get(each.kind, each.values)) for each in config.sections),
         filters=paths.by_name("filter", config.filters),
-        **changed,
     )
 
 
@@ -74,79 +70,58 @@ class _Paths:
     """Makes the paths among the keys of sections and the options of plugins absolute."""
 
     host: PluginHost
+    config: Config
 
-    def section(self, section: Section, **changed: Any) -> Section:
-        """Return a section with absolute names and paths, and with other changes."""
-        texts = {key: each for key, each in asdict(section, recurse=False).items() if isinstance(each, str)}
-        own = {
-            key: _absolute_data(text) if key in PATHS else _absolute_name(text) for key, text in texts.items()
-        }
-        return evolve(section, **(own | changed))
+    def section(self, section: Section, kind: str = "") -> Section:
+        """Return a section with absolute names and paths, also in its own sections.
 
-    def choice(self, kind: Kind, choice: Section) -> Section:
-        return self.section(choice, options=self.of(kind, choice.name, choice.options))
+        Args:
+            kind: of the offer that it selects by its name.
+        """
+        changed: dict[str, Any] = {}
+        for each in fields(type(section)):
+            key, value = each.name, getattr(section, each.name)
+            known = [each.metadata["options_of"]] if "options_of" in each.metadata else OPTIONS.get(key, ())
+            if isinstance(value, str):
+                change = self.name if key == "env" else _absolute_data if key in PATHS else _absolute_name
+                changed[key] = change(value)
+            elif has(type(value)):
+                changed[key] = self.section(value, "validation_strategy" if key == "validation" else key)
+            elif isinstance(value, Mapping) and any(has(type(one)) for one in value.values()):
+                changed[key] = {name: self.section(one, kind) for name, one in value.items()}
+            elif known:
+                named = ((of or kind, getattr(section, name, None)) for of, name in known)
+                of, name = next((each for each in named if each[1]), (kind, self.config.validation.name))
+                changed[key] = self.of(of, name, value, getattr(section, "python", ""))
+        return evolve(section, **changed)
 
-    def task(self, task: TaskConfig, python: str) -> TaskConfig:
-        return self.section(
-            task,
-            env=self.name(task.env),
-            options=self.of_environment(task.env, task.options, task.python or python),
-            data_options=self.of_data(task.data or task.validation_data, task.data_options),
-            player_options=self.of("player", task.player, task.player_options),
-        )
-
-    def of_set(self, one: ValidationSetConfig, config: Config) -> ValidationSetConfig:
-        python = one.python or config.environment.python
-        return self.section(
-            one,
-            env=self.name(one.env) if one.env else "",
-            env_options=self.of_environment(one.env, one.env_options, python),
-            options=self.of("validation_strategy", one.name or config.validation.name, one.options),
-            data_options=self.of_data(one.data, one.data_options),
-        )
-
-    def by_name(self, kind: Kind, options: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    def by_name(self, kind: str, options: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         """Return the options of several offers, by their absolute names."""
         return {_absolute_name(name): self.of(kind, name, given) for name, given in options.items()}
 
-    def of(self, kind: Kind, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options of an offer; options of an unknown offer are unchanged."""
-        try:
-            found = with_absolute_options(self.host.find(kind, name), options) if options else {}
-        except GrpoError:  # reported when it is made
-            found = dict(options)
-        return {key: self.part(value) for key, value in found.items()}
+    def of(self, kind: Any, name: str, options: Mapping[str, Any], python: str = "") -> dict[str, Any]:
+        """Return the options of an offer; options of an unknown offer are unchanged.
 
-    def of_data(self, text: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options of a dataloader and of its rows."""
-        return self.of("dataloader", text, options) if text and not is_path(text) else dict(options)
+        An environment of another interpreter is not imported here, if it is in a file.
+        """
+        place = in_file(name) if python or self.config.environment.python else None
+        found = dict(options)
+        with contextlib.suppress(GrpoError):  # reported when it is made
+            if kind == "environment" and place:
+                found = with_absolute_options_of_file(*place, options)
+            elif options:
+                found = with_absolute_options(self.host.find(kind, name), options)
+        return {key: self.part(value) for key, value in found.items()}
 
     def name(self, env: str) -> str:
         """Return the name of an environment, which may be a path or end with one."""
-        if in_file(env) is None:
+        if env and in_file(env) is None:
             with contextlib.suppress(GrpoError):
                 env = with_absolute_name(self.host.find("environment", env))
         return _absolute_name(env)
 
-    def of_environment(self, env: str, options: Mapping[str, Any], python: str = "") -> dict[str, Any]:
-        """Return the options of an environment; with another interpreter its file is not imported here."""
-        if python and (place := in_file(env)):
-            found = with_absolute_options_of_file(*place, options)
-            return {key: self.part(value) for key, value in found.items()}
-        return self.of("environment", env, options)
-
-    def of_section(self, section: SectionValues) -> dict[str, Any]:
-        """Return the keys of a plugin's section, which may include options of an offer."""
-        found = {key: self.part(value) for key, value in section.values.items()}
-        for added in self.host.sections.added:
-            for each in fields(added.kind) if name_of_class(added.kind) == section.kind else ():
-                kind, key = each.metadata.get("options_of", ("", ""))
-                if kind and (name := section.values[key]):
-                    found[each.name] = self.of(kind, name, section.values[each.name])
-        return found
-
     def part(self, value: Any) -> Any:
-        """Return the value of an option or a key; it may name other offers, as in ``compose``."""
+        """Return the value of an option; it may name other offers, as in ``compose``."""
         if isinstance(value, str) and (place := in_file(value)) and place[1] and place[0].is_file():
             return _absolute_name(value)
         if not isinstance(value, Mapping):
