@@ -77,67 +77,77 @@ def choose(
 
     Raises ConfigError if configured GPUs do not exist, have the wrong number, or collide.
     """
-    if trainer is not None and trainer.device.startswith("cuda") and not count:
-        raise ConfigError(
-            f'trainer.device = "{trainer.device}": this process sees no GPU; set it to "auto" or "cpu", '
-            "or fix the driver (grpo-core doctor)"
-        )
-    for key, gpus in _configured(trainer, engines, ranks):
-        _check_list(key, gpus, count)
-    given = {key: _given_groups(key, engine) for key, engine in engines.items()}
+    if trainer is not None:
+        _check_trainer(trainer, count, ranks)
+    given = {key: _groups(key, engine, count) for key, engine in engines.items()}
     if not count:
         return Devices()
     used = {gpu for groups in given.values() for group in groups or () for gpu in group}
-    trains = _of_trainer(trainer, engines, used, count, joined, ranks)
-    rest = [gpu for gpu in range(count) if gpu not in used and gpu not in trains]
-    rest = rest or [gpu for gpu in range(count) if gpu not in trains] or [*trains]
+    own = () if trainer is None else _named(trainer.gpus, trainer.device)
+    trains = _free(engines, used, count, joined, ranks) if own is None else own
+    others = [gpu for gpu in range(count) if gpu not in trains]
+    rest = [gpu for gpu in others if gpu not in used] or others or [*trains]
     shares = _shares(rest, sum(engines[key].workers for key, groups in given.items() if groups is None))
-    chosen = {
-        key: [next(shares) for _ in range(engines[key].workers)] if groups is None else groups
-        for key, groups in given.items()
-    }
+    chosen: dict[str, list[Gpus]] = {}
     shared = set()
     for key, engine in engines.items():
+        groups = given[key] or [next(shares) for _ in range(engine.workers)]
         _check_overlap(key, engine, trains, joined=key in joined)
+        computes = groups
         if key in joined and trains:
-            seen = rest if given[key] is None else chosen[key][0]
-            chosen[key] = [(*(gpu for gpu in seen if gpu not in trains), *trains)]
-        if any({*trains}.intersection(group[:1] if key in joined else group) for group in chosen[key]):
+            seen = groups[0] if given[key] else rest
+            groups = [(*(gpu for gpu in seen if gpu not in trains), *trains)]
+            computes = [groups[0][:1]]
+        chosen[key] = groups
+        if any({*trains}.intersection(group) for group in computes):
             shared.add(key)
-    alone = count == 1
+    if count == 1:
+        return Devices(shared=frozenset(shared))
     return Devices(
-        trainer={} if alone or (trainer and _index(trainer.device) is not None) else _variables(trains),
+        trainer={} if trainer and not trainer.gpus and own else _variables(trains),
         engines={
-            key: [{} if alone or _has_own_choice(engines[key]) else _variables(group) for group in groups]
+            key: [{} if given[key] and not engines[key].gpus else _variables(group) for group in groups]
             for key, groups in chosen.items()
         },
         shared=frozenset(shared),
-        told="" if alone else _summary(trains, chosen),
+        told=_summary(trains, chosen),
     )
 
 
 # ---------------------------------------------------------------------------------- what is configured
 
 
-def _configured(
-    trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig], ranks: int
-) -> Iterator[tuple[str, Sequence[int]]]:
-    """Yield the lists of GPUs by key.  Raises ConfigError if the trainer's contradicts its device."""
-    if trainer is not None and trainer.gpus:
-        if len(trainer.gpus) != ranks:
-            raise ConfigError(
-                f"trainer.gpus = {trainer.gpus}: each of the {ranks} ranks (trainer.ranks) computes "
-                f"on one GPU; name {ranks}"
-            )
-        if trainer.device not in ("auto", "cuda"):
-            raise ConfigError(
-                f'trainer.gpus = {trainer.gpus} and trainer.device = "{trainer.device}" exclude each other; '
-                "leave one of them out"
-            )
-        yield "trainer.gpus", trainer.gpus
-    for key, engine in engines.items():
-        if engine.gpus:
-            yield f"{key}.gpus", engine.gpus
+def _named(gpus: Sequence[int] | None, device: object) -> Gpus | None:
+    """Return the GPUs that a section names, none for "cpu"; None if it leaves the choice to us."""
+    if gpus or device == "cpu":
+        return tuple(gpus or ())
+    found = re.fullmatch(r"cuda:(\d+)", device) if isinstance(device, str) else None
+    return (int(found[1]),) if found else None
+
+
+def _check_trainer(trainer: TrainerConfig, count: int, ranks: int) -> None:
+    """Raise ConfigError if the trainer's keys contradict each other or the machine."""
+    device, gpus = trainer.device, trainer.gpus
+    if device.startswith("cuda") and not count:
+        raise ConfigError(
+            f'trainer.device = "{device}": this process sees no GPU; set it to "auto" or "cpu", or fix the '
+            "driver (grpo-core doctor)"
+        )
+    if gpus and len(gpus) != ranks:
+        raise ConfigError(
+            f"trainer.gpus = {gpus}: each of the {ranks} ranks (trainer.ranks) computes on one GPU; name "
+            f"{ranks}"
+        )
+    if gpus and device not in ("auto", "cuda"):
+        raise ConfigError(
+            f'trainer.gpus = {gpus} and trainer.device = "{device}" exclude each other; leave one of them out'
+        )
+    if ranks > 1 and device.startswith("cuda:"):
+        raise ConfigError(
+            f'trainer.device = "{device}" is one GPU for {ranks} ranks (trainer.ranks); use "cuda", and name '
+            "their GPUs in trainer.gpus"
+        )
+    _check_list("trainer.gpus", gpus or (), count)
 
 
 def _check_list(key: str, gpus: Sequence[int], count: int) -> None:
@@ -148,85 +158,54 @@ def _check_list(key: str, gpus: Sequence[int], count: int) -> None:
         raise ConfigError(f"{key} = {list(gpus)}: this machine has no GPU {absent[0]}; it has {here}")
 
 
-def _given_groups(key: str, engine: EngineConfig) -> list[Gpus] | None:
-    """Return the groups that the section sets, or None."""
-    if engine.gpus:
-        size, left = divmod(len(engine.gpus), engine.workers)
-        if left or not size:
-            raise ConfigError(
-                f"{key}.gpus = {engine.gpus}: {len(engine.gpus)} GPUs for {engine.workers} workers "
-                f"({key}.workers); each gets the same number: name {engine.workers * (size + 1)}"
-                + (f" or {engine.workers * size}" if size else "")
-            )
-        return [tuple(engine.gpus[i * size : (i + 1) * size]) for i in range(engine.workers)]
-    if _has_own_choice(engine):
-        index = _index(engine.options["device"])
-        return [() if index is None else (index,)] * engine.workers
-    return None
+def _groups(key: str, engine: EngineConfig, count: int) -> list[Gpus] | None:
+    """Return the GPUs of each worker that the section names; None if it names none."""
+    gpus = _named(engine.gpus, engine.options.get("device"))
+    if gpus is None or not engine.gpus:
+        return None if gpus is None else [gpus] * engine.workers
+    _check_list(f"{key}.gpus", gpus, count)
+    size, left = divmod(len(gpus), engine.workers)
+    if left or not size:
+        raise ConfigError(
+            f"{key}.gpus = {engine.gpus}: {len(gpus)} GPUs for {engine.workers} workers ({key}.workers); "
+            f"each gets the same number: name {engine.workers * (size + 1)}"
+            + (f" or {engine.workers * size}" if size else "")
+        )
+    return [gpus[i * size : (i + 1) * size] for i in range(engine.workers)]
 
 
-def _has_own_choice(engine: EngineConfig) -> bool:
-    """Whether an option of the engine, not ``gpus``, sets its device: the CPU, or "cuda:1"."""
-    device = engine.options.get("device")
-    return not engine.gpus and (device == "cpu" or _index(device) is not None)
-
-
-def _index(device: object) -> int | None:
-    """Return the number in "cuda:1"."""
-    found = re.fullmatch(r"cuda:(\d+)", device) if isinstance(device, str) else None
-    return int(found[1]) if found else None
-
-
-def _of_trainer(
-    trainer: TrainerConfig | None,
-    engines: Mapping[str, EngineConfig],
-    used: set[int],
-    count: int,
-    joined: Collection[str],
-    ranks: int,
+def _free(
+    engines: Mapping[str, EngineConfig], used: set[int], count: int, joined: Collection[str], ranks: int
 ) -> Gpus:
-    if trainer is None or trainer.device == "cpu":
-        return ()
-    if trainer.gpus:
-        return tuple(trainer.gpus)
-    if (index := _index(trainer.device)) is not None:
-        if ranks > 1:
-            raise ConfigError(
-                f'trainer.device = "{trainer.device}" is one GPU for {ranks} ranks (trainer.ranks); '
-                'use "cuda", and name their GPUs in trainer.gpus'
-            )
-        return (index,)
+    """Return the GPUs of a trainer that names none: the first that no engine names."""
     for key, engine in engines.items():
         if key in joined and engine.gpus:
             return (engine.gpus[-1],)
     free = [gpu for gpu in range(count) if gpu not in used]
-    if ranks > 1:
-        if len(free) < ranks:
-            raise ConfigError(
-                f"trainer.ranks = {ranks}: each rank needs its own GPU, and {len(free)} of the "
-                f"{count} GPUs of this machine are free; lower it, or give the engines fewer"
-            )
-        return tuple(free[:ranks])
+    if ranks > 1 and len(free) < ranks:
+        raise ConfigError(
+            f"trainer.ranks = {ranks}: each rank needs its own GPU, and {len(free)} of the {count} GPUs of "
+            "this machine are free; lower it, or give the engines fewer"
+        )
     if not free and count > 1 and any(engine.gpus for engine in engines.values()):
         raise ConfigError(
             f"the engines use all {count} GPUs of this machine: leave one for the trainer, or name the "
             "trainer's in trainer.gpus"
         )
-    return (free[0] if free else 0,)
+    return tuple(free[:ranks]) or (0,)
 
 
 def _check_overlap(key: str, engine: EngineConfig, trains: Gpus, *, joined: bool) -> None:
     """Reject an engine on the trainer's GPU, unless the sharing is clearly intended."""
-    gpus = {*engine.gpus}
-    if not gpus or not trains:
+    gpus, theirs = {*engine.gpus}, {*trains}
+    if not gpus or not theirs:
         return
-    if joined:
-        if not gpus & {*trains}:
-            raise ConfigError(
-                f'{key}.transport = "{engine.transport}": the engine must see the trainer\'s GPU '
-                f'{trains[0]}, and {key}.gpus = {engine.gpus}; name it there last, or use "shm"'
-            )
-    elif gpus & {*trains} and gpus != {*trains}:
+    if joined and not gpus & theirs:
+        raise ConfigError(
+            f'{key}.transport = "{engine.transport}": the engine must see the trainer\'s GPU {trains[0]}, '
+            f'and {key}.gpus = {engine.gpus}; name it there last, or use "shm"'
+        )
+    if not joined and gpus & theirs and gpus != theirs:
         raise ConfigError(
             f"{key}.gpus = {engine.gpus}: GPU {trains[0]} is the trainer's; leave it out there, or name "
             "another one in trainer.gpus. They share a GPU only if neither has another one"

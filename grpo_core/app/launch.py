@@ -18,7 +18,14 @@ from attrs import define, evolve, field, frozen
 
 from grpo_core._version import __version__
 from grpo_core.app.make import made
-from grpo_core.app.model_sources import RUNS, EvalTarget, StartModel, check_start, start_digest, without_overridden
+from grpo_core.app.model_sources import (
+    RUNS,
+    EvalTarget,
+    StartModel,
+    check_start,
+    start_digest,
+    without_overridden,
+)
 from grpo_core.app.parts import Parts, engine_dtype, intervals
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.app.preflight import preflight
