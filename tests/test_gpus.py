@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from killing import GRPO, Run
 
-from grpo_core.app import gpus
-from grpo_core.app.gpus import choose, joined_to_trainer
+from grpo_core.app import placement
+from grpo_core.app.placement import choose, joined_to_trainer
 from grpo_core.config import EngineConfig, TrainerConfig, as_toml, build
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.plugins.host import PluginHost
@@ -166,15 +166,15 @@ def test_the_driver_is_asked_before_torch_is_imported(monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(gpus, "DRIVERS", ("/nowhere",))
-    assert gpus.visible() == 0
-    monkeypatch.setattr(gpus, "DRIVERS", ("/",))
-    assert gpus.visible() == 3
+    monkeypatch.setattr(placement, "DRIVERS", ("/nowhere",))
+    assert placement.visible() == 0
+    monkeypatch.setattr(placement, "DRIVERS", ("/",))
+    assert placement.visible() == 3
 
 
 # ---------------------------------------------------------------------------------- whole runs
 
-FOUR = "import grpo_core.app.gpus\ngrpo_core.app.gpus.visible = lambda: 4\n"
+FOUR = "import grpo_core.app.placement\ngrpo_core.app.placement.visible = lambda: 4\n"
 """A ``sitecustomize`` for a machine whose driver tells of four GPUs; torch still computes on the CPU."""
 
 

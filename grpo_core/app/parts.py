@@ -14,9 +14,8 @@ from typing import Any, Literal, TypeVar, cast
 
 from attrs import define, evolve, field
 
-from grpo_core.app.gpus import Devices
 from grpo_core.app.model_sources import StartModelSource, model_source
-from grpo_core.app.placement import Placement
+from grpo_core.app.placement import Devices, Placement
 from grpo_core.config import Config, EngineConfig, PluginChoice, ScoreConfig, TrainerConfig, ValidationConfig
 from grpo_core.config.run import RolloutConfig, TrainerSetup, needed_scores
 from grpo_core.contracts import protocols
