@@ -17,10 +17,9 @@ from attrs import asdict, evolve, frozen
 
 from grpo_core.app import provenance, readings
 from grpo_core.app.launch import Launch, changed_schedule, check_held, identity
-from grpo_core.app.make import interval_of
+from grpo_core.app.make import interval_of, preflight
 from grpo_core.app.model_sources import ModelRequest, StartModel, fetched, with_max_tokens
 from grpo_core.app.parts import SYNC_ATTEMPTS, SYNC_GRACE, check_lengths, check_loaders, with_steps
-from grpo_core.app.preflight import preflight_async
 from grpo_core.app.prompts import RunPrompts, has_tokenizer, judge_one_reply
 from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.app.tasks import Tasks
@@ -303,7 +302,7 @@ async def _load_renderer(run: Launch) -> None:
     most, loaders = config.rollout.max_prompt_tokens, run.tasks.loaders
     run.prompts, messages = await run.prompts.short_enough(most, environments, run.renderer, loaders)
     run.warnings += messages.items()
-    run.warnings += await preflight_async(
+    run.warnings += await preflight(
         run.parts,
         renderer=run.renderer,
         held_out=run.prompts.held_out,
@@ -437,7 +436,7 @@ async def _start_model(run: Launch) -> StartModel:
         )
     )
     if start.prepare is None:  # it may have just been downloaded
-        run.warnings += await preflight_async(run.parts, model=Path(start.path))
+        run.warnings += await preflight(run.parts, model=Path(start.path))
     return start
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from attrs import define, evolve, field, frozen
 
 from grpo_core._version import __version__
-from grpo_core.app.make import made
+from grpo_core.app.make import made, preflight
 from grpo_core.app.model_sources import (
     RUNS,
     EvalTarget,
@@ -28,7 +28,6 @@ from grpo_core.app.model_sources import (
 )
 from grpo_core.app.parts import Parts, engine_dtype, intervals
 from grpo_core.app.paths import with_absolute_paths
-from grpo_core.app.preflight import preflight
 from grpo_core.app.prompts import RunPrompts
 from grpo_core.app.provenance import file_hashes
 from grpo_core.app.tasks import Tasks
@@ -48,6 +47,7 @@ from grpo_core.models.files import directory_here, published_dtype
 from grpo_core.plugins.configured import configured, model_section
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
 from grpo_core.processes import secrets
+from grpo_core.processes.aio import in_own_loop
 from grpo_core.reporting.trackers import Trackers
 from grpo_core.storage.published import Published
 from grpo_core.storage.run_directory import RunDirectory, lost
@@ -71,7 +71,7 @@ def new_run(
             output = unused(RUNS / ("+".join(config.tasks) + datetime.now().strftime("-%Y%m%d-%H%M%S")))
         directory = RunDirectory.create(output, config)
     except BaseException:
-        parts.close()
+        in_own_loop(parts.aclose())
         raise
     return Launch(parts=parts, directory=directory, warnings=warnings, notes=(_opening(parts),))
 
@@ -100,7 +100,7 @@ def continued(
             resumed.warnings = _checked(resumed.parts)
         begin(resumed)
     except BaseException:
-        resumed.parts.close()
+        in_own_loop(resumed.parts.aclose())
         resumed.directory.unlock()
         raise
     return resumed
@@ -168,7 +168,7 @@ def _checked(parts: Parts) -> list[tuple[str, str]]:
     """Check the model's files; return causes and messages of the plugins' warnings."""
     check_model(parts)
     with wrong_input():
-        return preflight(parts)
+        return in_own_loop(preflight(parts))
 
 
 def check_model(parts: Parts) -> list[str]:
@@ -178,7 +178,8 @@ def check_model(parts: Parts) -> list[str]:
     """
     path = parts.config.model.path
     directory = None if parts.plugins.offers("model", path) else directory_here(path)
-    return [] if directory is None else [message for _, message in preflight(parts, model=directory)]
+    found = [] if directory is None else in_own_loop(preflight(parts, model=directory))
+    return [message for _, message in found]
 
 
 def tasks_of(envs: Sequence[str]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from grpo_core.plugins.configured import configured
 from grpo_core.plugins.hints import install_command
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.paths import absolute
+from grpo_core.processes.aio import in_own_loop
 from grpo_core.storage.published import FILE
 from grpo_core.storage.run_directory import CONFIG, RunDirectory
 
@@ -222,8 +222,7 @@ def started_from(run: RunDirectory, config: Config, block: Sequence[str] = ()) -
         return Path(start.path)
 
     try:
-        with ThreadPoolExecutor(1) as thread:  # an event loop may run in this one
-            return thread.submit(asyncio.run, find()).result()
+        return in_own_loop(find())
     except ModelError as error:
         raise ModelError(f"{run.path}: the model that it started from is missing: {error}") from None
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import cached_property, partial
 from pathlib import Path
@@ -101,11 +99,6 @@ class Parts:
     async def aclose(self) -> None:
         """Close all that was made, the last part first."""
         await self._made.aclose()
-
-    def close(self) -> None:
-        """Do the same where no event loop may run."""
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(asyncio.run, self.aclose()).result()
 
     # ------------------------------------------------------------------------------ places
 

@@ -16,6 +16,7 @@ from attrs import evolve, frozen
 
 from grpo_core.app import provenance
 from grpo_core.app.launch import configure_target, new_directory, unused
+from grpo_core.app.make import preflight
 from grpo_core.app.model_sources import (
     RUNS,
     EvalTarget,
@@ -25,7 +26,6 @@ from grpo_core.app.model_sources import (
     with_max_tokens,
 )
 from grpo_core.app.parts import Parts, sampling_params
-from grpo_core.app.preflight import preflight, preflight_async
 from grpo_core.app.prompts import RunPrompts
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, ValidationConfig, as_toml
@@ -40,7 +40,7 @@ from grpo_core.engines.text import PlayingText, TextRenderer, without_tokens
 from grpo_core.loop.metrics import validation_metrics
 from grpo_core.loop.rollout import RolloutRequest, derive_seed, play
 from grpo_core.plugins.host import NO_OFFERS, Offers
-from grpo_core.processes.aio import gather
+from grpo_core.processes.aio import gather, in_own_loop
 from grpo_core.processes.child import scratch_directory
 from grpo_core.processes.cores import thread_count
 from grpo_core.processes.secrets import masked
@@ -187,7 +187,7 @@ async def _start_engine(
     from grpo_core.weights.shm import SharedMemoryWriter
 
     config, (section,) = parts.config, parts.engines.values()
-    for _, odd in await preflight_async(parts, model=path):
+    for _, odd in await preflight(parts, model=path):
         status(f"warning: {odd}")
     await asyncio.to_thread(lambda: parts.devices)  # may import torch
     (engine,) = parts.make_engines(str(path)).values()
@@ -309,7 +309,7 @@ class Measurement:
             renderer, found = session.renderer, RunPrompts(held_out=held_out)
             if isinstance(renderer, Renderer):  # a model's renderer
                 found, messages = await found.short_enough(config.rollout.max_prompt_tokens, {}, renderer)
-                odd = await preflight_async(parts, renderer=renderer, held_out=found.held_out)
+                odd = await preflight(parts, renderer=renderer, held_out=found.held_out)
                 for _, message in [*messages.items(), *odd]:
                     status(message)
             for part in found.held_out:
@@ -362,7 +362,7 @@ def prepare(
             f"--only {unknown[0]}: is neither a task nor a validation set; expected one of {', '.join(known)}"
         )
     if chosen.model is not None:
-        preflight(parts, model=chosen.model)
+        in_own_loop(preflight(parts, model=chosen.model))
     if output is None:
         now = datetime.now().strftime("%Y%m%d-%H%M%S")
         in_run = Path(target, "validated", now) if target and Path(target, CONFIG).is_file() else None
