@@ -20,7 +20,7 @@ from grpo_core.app.launch import Launch, changed_schedule, check_held, identity
 from grpo_core.app.make import interval_of, preflight
 from grpo_core.app.model_sources import ModelRequest, StartModel, fetched, with_max_tokens
 from grpo_core.app.parts import SYNC_ATTEMPTS, SYNC_GRACE, check_lengths, check_loaders, with_steps
-from grpo_core.app.prompts import RunPrompts, has_tokenizer, judge_one_reply
+from grpo_core.app.prompts import has_tokenizer, judge_one_reply, short_enough
 from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import as_table
@@ -251,13 +251,11 @@ async def _start(run: Launch) -> None:
     if devices.told:
         run.trackers.status(devices.told)
     chosen = config.validation
-    run.prompts = RunPrompts(
-        prompts=await tasks.prompts("train", config.trainer.prompts_per_step),
-        held_out=await tasks.held_out(chosen, chosen.due_sets, tasks=bool(chosen.every)),
-    )
+    run.prompts = await tasks.prompts("train", config.trainer.prompts_per_step)
+    run.held_out = await tasks.held_out(chosen, chosen.due_sets, tasks=bool(chosen.every))
     run.warnings += [note for data in tasks.data.values() for note in data.notes.items()]
     check_loaders(config, tasks.loaders, parts.sampler)
-    at_hand = {name: part for name, part in run.prompts.prompts.items() if name not in tasks.loaders}
+    at_hand = {name: part for name, part in run.prompts.items() if name not in tasks.loaders}
     await judge_one_reply(tasks.environments, at_hand, hints="hints" in parts.needs)
     await parts.data_plane.started()
     check_reader(parts.data_plane, config.data_plane.name)
@@ -272,7 +270,7 @@ async def _start(run: Launch) -> None:
     early = has_tokenizer(config, model) if config.rollout.max_prompt_tokens else model.prepare is None
     if early:
         await _load_renderer(run)
-    sizes = {name: tasks.size(name, part) for name, part in run.prompts.prompts.items()}
+    sizes = {name: tasks.size(name, part) for name, part in run.prompts.items()}
     parts.config = with_steps(config, sizes)
     run.trackers.status(model.doing)
     run.trainer = parts.trainer(
@@ -300,13 +298,15 @@ async def _load_renderer(run: Launch) -> None:
     sections = [each for each in (config.engine, config.validation.engine) if each is not None]
     run.renderer = await asyncio.to_thread(run.parts.renderer, run.model.path, sections)
     most, loaders = config.rollout.max_prompt_tokens, run.tasks.loaders
-    run.prompts, messages = await run.prompts.short_enough(most, environments, run.renderer, loaders)
+    run.prompts, run.held_out, messages = await short_enough(
+        most, run.prompts, run.held_out, environments, run.renderer, loaders
+    )
     run.warnings += messages.items()
     run.warnings += await preflight(
         run.parts,
         renderer=run.renderer,
-        held_out=run.prompts.held_out,
-        prompts=run.prompts.prompts,
+        held_out=run.held_out,
+        prompts=run.prompts,
         environments=environments,
     )
 
@@ -314,7 +314,7 @@ async def _load_renderer(run: Launch) -> None:
 async def _connected(run: Launch) -> Pipeline:
     """Connect the started parts; restore them from the checkpoint of a resumed run."""
     parts, config, environments = run.parts, run.parts.config, run.tasks.environments
-    prompts, held_out, renderer = run.prompts.prompts, run.prompts.held_out, run.renderer
+    prompts, held_out, renderer = run.prompts, run.held_out, run.renderer
     for remark in parts.remarks:
         if remark.costs:
             run.warnings.append(("off_policy", remark.message))
@@ -424,7 +424,7 @@ async def _start_model(run: Launch) -> StartModel:
     """Return the model that the run starts from; the trainer makes it if necessary."""
 
     async def prompts() -> Mapping[str, Sequence[Prompt]]:
-        return run.prompts.prompts
+        return run.prompts
 
     start = await run.parts.model.start_model(
         ModelRequest(

@@ -29,13 +29,13 @@ from grpo_core.app.model_sources import (
 )
 from grpo_core.app.parts import Parts, engine_dtype, intervals
 from grpo_core.app.paths import with_absolute_paths
-from grpo_core.app.prompts import RunPrompts
 from grpo_core.app.provenance import file_hashes
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, TrainerConfig, as_table, build, merge, replace_parts
 from grpo_core.contracts.errors import ConfigError, shortened, wrong_input
 from grpo_core.contracts.events import Event
 from grpo_core.contracts.protocols import Trainer
+from grpo_core.contracts.records import Prompt
 from grpo_core.data.samplers import load_plugin_state
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import BufferStatistics
@@ -53,6 +53,7 @@ from grpo_core.reporting.trackers import Trackers
 from grpo_core.storage.published import Published
 from grpo_core.storage.run_directory import RunDirectory, lost
 from grpo_core.text.rendering import Renderer
+from grpo_core.validation.runner import HeldOut
 
 
 def new_run(
@@ -67,7 +68,8 @@ def new_run(
     parts = made(_configured_parts(layers, changes, block, offers))
     try:
         warnings = _checked(parts)
-        parts.config = config = with_absolute_paths(parts.config, parts.plugins)
+        config = with_absolute_paths(parts.config, parts.plugins)
+        parts.config = config = evolve(config, directory=parts.plugins.selection.directory)
         if output is None:
             output = unused(RUNS / ("+".join(config.tasks) + datetime.now().strftime("-%Y%m%d-%H%M%S")))
         directory = RunDirectory.create(output, config)
@@ -280,7 +282,9 @@ class Launch:
     retention: Retention = field(init=False)
     tasks: Tasks = field(init=False)
     """The environments, once they have started."""
-    prompts: RunPrompts = field(init=False)
+    prompts: Mapping[str, Sequence[Prompt]] = field(init=False)
+    """Training prompts by task."""
+    held_out: Sequence[HeldOut] = field(init=False)
     model: StartModel = field(init=False)
     renderer: Renderer = field(init=False)
     trainer: Trainer = field(init=False)

@@ -293,8 +293,9 @@ def without_overridden(
     tasks.
     """
     table = replace_parts(configured, changes)
-    if tasks:
+    if tasks:  # their paths count from here
         table.pop("tasks", None)
+        table.pop("directory", None)
         table["validation"] = {k: v for k, v in table.get("validation", {}).items() if k != "sets"}
     if "name" in changes.get("engine", {}):
         table["validation"] = {k: v for k, v in table.get("validation", {}).items() if k != "engine"}

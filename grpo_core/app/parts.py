@@ -352,6 +352,7 @@ class Parts:
             max_non_finite=config.health.max_non_finite,
             plugins=self.plugins.selection.allow,
             block=self.plugins.selection.block,
+            directory=self.plugins.selection.directory,
         )
 
     def renderer(self, model: str, engines: Iterable[EngineConfig]) -> Renderer:

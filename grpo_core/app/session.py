@@ -26,7 +26,7 @@ from grpo_core.app.model_sources import (
     with_max_tokens,
 )
 from grpo_core.app.parts import Parts, sampling_params
-from grpo_core.app.prompts import RunPrompts
+from grpo_core.app.prompts import short_enough
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, ValidationConfig, as_toml
 from grpo_core.contracts import protocols
@@ -306,18 +306,19 @@ class Measurement:
             held_out.extend(await _held_out(config, tasks, sets, only))
 
         async with start_session(parts, self.target, status, sets=sets, look=look) as session:
-            renderer, found = session.renderer, RunPrompts(held_out=held_out)
+            renderer, found = session.renderer, held_out
             if isinstance(renderer, Renderer):  # a model's renderer
-                found, messages = await found.short_enough(config.rollout.max_prompt_tokens, {}, renderer)
-                odd = await preflight(parts, renderer=renderer, held_out=found.held_out)
+                most = config.rollout.max_prompt_tokens
+                _, found, messages = await short_enough(most, {}, held_out, {}, renderer)
+                odd = await preflight(parts, renderer=renderer, held_out=found)
                 for _, message in [*messages.items(), *odd]:
                     status(message)
-            for part in found.held_out:
+            for part in found:
                 there, wanted = max(map(len, part.prompts.values()), default=0), part.config.prompts
                 if there < wanted != ValidationConfig().prompts:  # somebody has chosen it
                     status(f"validation.prompts = {wanted}: there are {there}, and all of them are measured")
             status("validating")
-            validation = parts.validation(found.held_out, session.engine, renderer, emit=emit)
+            validation = parts.validation(found, session.engine, renderer, emit=emit)
             return await validation.measure(self.target.version, validation.parts)
 
 
