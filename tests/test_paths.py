@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from grpo_core.app.paths import plugin_files, with_absolute_paths
+from grpo_core.app.provenance import plugin_files, with_absolute_paths
 from grpo_core.config import as_table, build
 from grpo_core.contracts.errors import PluginError
 from grpo_core.plugins.configured import configured

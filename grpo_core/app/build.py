@@ -15,7 +15,7 @@ from typing import Any
 
 from attrs import asdict, evolve, frozen
 
-from grpo_core.app import provenance, readings
+from grpo_core.app import provenance
 from grpo_core.app.launch import Launch, changed_schedule, check_held, identity
 from grpo_core.app.make import interval_of, preflight
 from grpo_core.app.model_sources import ModelRequest, StartModel, fetched, with_max_tokens
@@ -39,6 +39,7 @@ from grpo_core.contracts.protocols import Tracker
 from grpo_core.contracts.records import Group, Prompt, Weights
 from grpo_core.data.loaders import IndexedLoader, LookAhead
 from grpo_core.data.samplers import PromptStream
+from grpo_core.engines.wrapped import metrics_of
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer, BufferStatistics
 from grpo_core.loop.endings import GOAL_REACHED, Failure, Goal
@@ -49,6 +50,7 @@ from grpo_core.loop.retention import Retention
 from grpo_core.loop.timeline import Timeline, taken_down
 from grpo_core.loop.versions import Interval
 from grpo_core.processes.aio import gather
+from grpo_core.processes.child import memory
 from grpo_core.processes.garbage import spare_the_collector
 from grpo_core.reporting.room import DiskRoom
 from grpo_core.reporting.trackers import Trackers, make_trackers
@@ -372,8 +374,8 @@ async def _connected(run: Launch) -> Pipeline:
         readings=lambda: {
             **run.trackers.metrics(),
             **run.trackers.incidents.read(),
-            **readings.of_engines(run.engines),
-            **readings.memory(),
+            **metrics_of(run.engines),
+            **memory(),
         },
         validate=validate,
         validate_first=validation.validated_version < run.step,

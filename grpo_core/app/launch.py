@@ -28,8 +28,7 @@ from grpo_core.app.model_sources import (
     without_overridden,
 )
 from grpo_core.app.parts import Parts, engine_dtype, intervals
-from grpo_core.app.paths import with_absolute_paths
-from grpo_core.app.provenance import file_hashes
+from grpo_core.app.provenance import file_hashes, with_absolute_paths
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, TrainerConfig, as_table, build, merge, replace_parts
 from grpo_core.contracts.errors import ConfigError, shortened, wrong_input

@@ -72,7 +72,7 @@ EXTRA_GROUPS = 20
 """Default limit of filtered groups for each group of a step."""
 
 PROMPTS = 12
-"""Number of prompts that the canary begins with."""
+"""Number of prompts of all tasks whose ends, where replies begin, the canary begins with."""
 
 
 @define(eq=False, slots=False)
@@ -401,11 +401,6 @@ class Parts:
         """The scores that the loss needs, by name."""
         return needed_scores(self.config.scores, self.needs)
 
-    @property
-    def all_rows(self) -> bool:
-        """Whether rows with advantage 0 are trained, as set by the configuration or the loss."""
-        return self.config.loss.all_rows or "all_rows" in self.needs
-
     @cached_property
     def sampler(self) -> Sampler:
         """The sampler; factories with these parameters get ``seed`` and the tasks' ``weights``."""
@@ -423,14 +418,6 @@ class Parts:
         known: dict[str, Any] = {"seed": self.config.seed, "weights": weights}
         options = {key: value for key, value in known.items() if key in takes}
         return cast(Sampler, self._make("sampler", chosen, **options))
-
-    def advantages(self) -> AdvantageFunction:
-        """Make the advantage function, clipped as its section sets."""
-        chosen = self.config.advantage
-        function: AdvantageFunction = self.plugins.function("advantage", chosen.name, **chosen.options)
-        if chosen.clip_low is None and chosen.clip_high is None:
-            return function
-        return Clipped(function, chosen.clip_low, chosen.clip_high)
 
     def shaping(self) -> Shaping | None:
         """Make the shaping of rewards from a plugin's section, or None."""
@@ -501,8 +488,11 @@ class Parts:
         )
 
     def learning(self) -> Learning:
-        """Make the advantages, the hints and the filters."""
-        loss, section = self.loss, self.config.rollout
+        """Make the advantages, clipped as their section sets, the hints and the filters."""
+        loss, section, chosen, needs = self.loss, self.config.rollout, self.config.advantage, self.needs
+        advantages: AdvantageFunction = self.plugins.function("advantage", chosen.name, **chosen.options)
+        if chosen.clip_low is not None or chosen.clip_high is not None:
+            advantages = Clipped(advantages, chosen.clip_low, chosen.clip_high)
         hints = Hints(
             choose=hints_of(loss.function, loss.options),
             who=str(loss),
@@ -510,12 +500,12 @@ class Parts:
             max_tokens=section.max_hint_tokens,
         )
         return Learning(
-            advantages=self.advantages(),
-            all_rows=self.all_rows,
+            advantages=advantages,
+            all_rows=self.config.loss.all_rows or "all_rows" in needs,
             shaping=self.shaping(),
             dynamic=self.dynamic(),
             hints=hints if any(score.hint for score in self.scores.values()) else None,
-            needs_hints="hints" in self.needs,
+            needs_hints="hints" in needs,
         )
 
     def checks(
@@ -526,9 +516,11 @@ class Parts:
     ) -> Checks:
         """Make the checks that end a run which cannot learn."""
         config = self.config.health
+        some = [prompt for part in prompts.values() for prompt in part[: max(1, PROMPTS // len(prompts))]]
+        ends = [tuple(renderer.prompt_ids(each.messages)[-LENGTH:]) for each in some[:PROMPTS]]
         return Checks(
             observe_attempt=self.budgets(environments),
-            canary=canary_prompts(prompts, renderer),
+            canary=[ids for ids in dict.fromkeys(ends) if ids and max(ids) < renderer.vocabulary],
             tolerance=self.canary_tolerance(self.config.engine),
             limits={
                 "logprob_diff_mean": Thresholds(*config.logprob_diff),
@@ -648,13 +640,6 @@ def intervals(config: ValidationConfig) -> list[Interval]:
     """Return when the tasks and each set are measured."""
     each = (config, *map(config.of_set, config.sets))
     return [Interval(section.every, section.at_start) for section in each]
-
-
-def canary_prompts(prompts: Mapping[str, Sequence[Prompt]], renderer: Renderer) -> list[tuple[int, ...]]:
-    """Encode the ends of some prompts of all tasks, where replies begin."""
-    some = [prompt for part in prompts.values() for prompt in part[: max(1, PROMPTS // len(prompts))]]
-    encoded = [tuple(renderer.prompt_ids(prompt.messages)[-LENGTH:]) for prompt in some[:PROMPTS]]
-    return [ids for ids in dict.fromkeys(encoded) if ids and max(ids) < renderer.vocabulary]
 
 
 def check_loaders(config: Config, loaders: Mapping[str, LookAhead], sampler: Sampler) -> None:

@@ -243,7 +243,8 @@ def reconsidered(
 ) -> Sequence[Group]:
     """Return the given groups, possibly with new rewards, with the advantages of another configuration."""
     before, after = (
-        (each.advantage, as_table(each).get("shaping"), Parts(each, host).all_rows) for each in (was, now)
+        (each.advantage, as_table(each).get("shaping"), Parts(each, host).learning().all_rows)
+        for each in (was, now)
     )
     if before == after and given is groups:
         return groups
