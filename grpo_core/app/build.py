@@ -20,11 +20,11 @@ from grpo_core.app.launch import Launch, changed_schedule, check_held, identity
 from grpo_core.app.make import interval_of, preflight
 from grpo_core.app.model_sources import ModelRequest, StartModel, fetched, with_max_tokens
 from grpo_core.app.parts import SYNC_ATTEMPTS, SYNC_GRACE, check_lengths, check_loaders, with_steps
-from grpo_core.app.prompts import has_tokenizer, judge_one_reply, short_enough
+from grpo_core.app.prompts import judge_one_reply, short_enough
 from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import as_table
-from grpo_core.contracts.errors import describe, fault_of, wrong_input
+from grpo_core.contracts.errors import ConfigError, describe, fault_of, wrong_input
 from grpo_core.contracts.events import (
     ErrorRaised,
     Event,
@@ -254,7 +254,7 @@ async def _start(run: Launch) -> None:
         run.trackers.status(devices.told)
     chosen = config.validation
     run.prompts = await tasks.prompts("train", config.trainer.prompts_per_step)
-    run.held_out = await tasks.held_out(chosen, chosen.due_sets, tasks=bool(chosen.every))
+    run.held_out = await tasks.held_out(chosen, chosen.due_sets, config.tasks if chosen.every else ())
     run.warnings += [note for data in tasks.data.values() for note in data.notes.items()]
     check_loaders(config, tasks.loaders, parts.sampler)
     at_hand = {name: part for name, part in run.prompts.items() if name not in tasks.loaders}
@@ -269,15 +269,21 @@ async def _start(run: Launch) -> None:
         parts.config = config = with_max_tokens(config, model.max_tokens)
         run.directory.complete_config(config)
     check_lengths(config.rollout, model.positions)
-    early = has_tokenizer(config, model) if config.rollout.max_prompt_tokens else model.prepare is None
+    early = model.prepare is None  # its tokenizer is here before the trainer has started
     if early:
         await _load_renderer(run)
+    elif config.rollout.max_prompt_tokens and config.trainer.epochs:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens with trainer.epochs: the model {config.model.path!r} is made when "
+            "the run starts, so the number of remaining prompts is not known before; set trainer.steps "
+            "instead of trainer.epochs"
+        )
     sizes = {name: tasks.size(name, part) for name, part in run.prompts.items()}
     parts.config = with_steps(config, sizes)
     run.trackers.status(model.doing)
     run.trainer = parts.trainer(
-        evolve(
-            parts.trainer_setup(model.path),
+        parts.trainer_setup(
+            model.path,
             scores=scores,
             prepare=model.prepare,
             resume_from=str(run.checkpoint.directory) if run.checkpoint else None,

@@ -330,19 +330,20 @@ class Parts:
         """Make the trainer, not yet started."""
         return cast(Trainer, self._make("trainer", self.config.trainer, setup))
 
-    def trainer_setup(self, model: str) -> TrainerSetup:
-        """Make the part of the trainer's setup that the configuration determines.
+    def trainer_setup(self, model: str, **started: Any) -> TrainerSetup:
+        """Make the trainer's setup.
 
         Args:
             model: directory of the model that the run starts from.
+            started: what the configuration does not determine.
         """
         config = self.config
+        known: dict[str, Any] = {"scores": self.scores, **started}
         return TrainerSetup(
             sections=config.sections,
             model=evolve(config.model, path=model),
             trainer=config.trainer,
             loss=config.loss,
-            scores=self.scores,
             optimizer=config.optimizer,
             seed=config.seed,
             colocated=config.pipeline.max_staleness > 0,
@@ -353,6 +354,7 @@ class Parts:
             plugins=self.plugins.selection.allow,
             block=self.plugins.selection.block,
             directory=self.plugins.selection.directory,
+            **known,
         )
 
     def renderer(self, model: str, engines: Iterable[EngineConfig]) -> Renderer:

@@ -10,8 +10,6 @@ import numpy as np
 from attrs import evolve
 from numpy.typing import NDArray
 
-from grpo_core.app.model_sources import StartModel
-from grpo_core.config import Config
 from grpo_core.contracts.errors import ConfigError, ModelError, PluginError
 from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.records import Episode, Prompt
@@ -140,20 +138,6 @@ async def short_enough(
 def _fits(most: int, renderer: Renderer, tools: Tools, prompt: Prompt) -> bool:
     """Return whether a prompt has at most ``most`` tokens."""
     return len(renderer.prompt_ids(prompt.messages, tools)) <= most
-
-
-def has_tokenizer(config: Config, start: StartModel) -> bool:
-    """Return whether a model's tokenizer exists before the trainer has started.
-
-    Raises ConfigError if it does not, and the number of steps depends on prompt lengths.
-    """
-    if start.prepare is not None and config.trainer.epochs:
-        raise ConfigError(
-            f"rollout.max_prompt_tokens with trainer.epochs: the model {config.model.path!r} is made when "
-            "the run starts, so the number of remaining prompts is not known before; set trainer.steps "
-            "instead of trainer.epochs"
-        )
-    return start.prepare is None
 
 
 async def shown_tools(environment: EnvironmentClient, prompts: Sequence[Prompt]) -> Tools:

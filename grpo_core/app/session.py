@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -303,7 +303,12 @@ class Measurement:
         held_out: list[HeldOut] = []
 
         async def look(tasks: Tasks) -> None:
-            held_out.extend(await _held_out(config, tasks, sets, only))
+            wanted = [name for name in config.tasks if name in only or not only]
+            held_out.extend(await tasks.held_out(config.validation, sets, wanted))
+            found = held_out[0].prompts if wanted else {}
+            if empty := [name for name, own in found.items() if not own]:
+                said = ", ".join(map(repr, empty))
+                raise ConfigError(f"task {said}: there are no prompts for validation")
 
         async with start_session(parts, self.target, status, sets=sets, look=look) as session:
             renderer, found = session.renderer, held_out
@@ -375,18 +380,3 @@ def prepare(
         parts.config = evolve(config, tasks=tasks_of)
     directory = new_directory(output)
     return Measurement(config=config, parts=parts, target=chosen, only=only, directory=directory)
-
-
-async def _held_out(
-    config: Config, tasks: Tasks, sets: Sequence[str], only: Collection[str]
-) -> list[HeldOut]:
-    """Return the held-out prompts to measure.  Raises ConfigError if a task has none."""
-    wanted = [name for name in config.tasks if name in only or not only]
-    held_out = await tasks.held_out(config.validation, sets, tasks=bool(wanted))
-    if not wanted:
-        return held_out
-    plain, *of_sets = held_out
-    prompts = {name: plain.prompts[name] for name in wanted}
-    if empty := [name for name, own in prompts.items() if not own]:
-        raise ConfigError(f"task {', '.join(map(repr, empty))}: there are no prompts for validation")
-    return [evolve(plain, prompts=prompts), *of_sets]
