@@ -300,21 +300,21 @@ class Measurement:
         parts, only = self.parts, self.only
         config = parts.config
         sets = [name for name in config.validation.sets if name in only or not only]
-        held_out: list[HeldOut] = []
+        found: Sequence[HeldOut] = ()
 
         async def look(tasks: Tasks) -> None:
+            nonlocal found
             wanted = [name for name in config.tasks if name in only or not only]
-            held_out.extend(await tasks.held_out(config.validation, sets, wanted))
-            found = held_out[0].prompts if wanted else {}
-            if empty := [name for name, own in found.items() if not own]:
+            found = await tasks.held_out(config.validation, sets, wanted)
+            if wanted and (empty := [name for name, own in found[0].prompts.items() if not own]):
                 said = ", ".join(map(repr, empty))
                 raise ConfigError(f"task {said}: there are no prompts for validation")
 
         async with start_session(parts, self.target, status, sets=sets, look=look) as session:
-            renderer, found = session.renderer, held_out
+            renderer = session.renderer
             if isinstance(renderer, Renderer):  # a model's renderer
                 most = config.rollout.max_prompt_tokens
-                _, found, messages = await short_enough(most, {}, held_out, {}, renderer)
+                _, found, messages = await short_enough(most, {}, found, {}, renderer)
                 odd = await preflight(parts, renderer=renderer, held_out=found)
                 for _, message in [*messages.items(), *odd]:
                     status(message)

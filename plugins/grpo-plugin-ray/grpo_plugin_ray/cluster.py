@@ -19,9 +19,8 @@ from attrs import evolve, field, frozen
 
 from grpo_core import ChildDied, ConfigError, EngineError, GrpoError, PluginError
 from grpo_core.contracts.incidents import Incident
-from grpo_core.kit import report
+from grpo_core.kit import PluginSelection, report
 from grpo_core.plugins import offers
-from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
 from grpo_core.processes.served import RemoteTraceback
 
 ENVIRON = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
@@ -108,7 +107,7 @@ class PluginRequirement:
 
     name: str
     """Name of the offer on a worker."""
-    plugins: PluginSelection = ALL_PLUGINS
+    plugins: PluginSelection = field(factory=PluginSelection)
     """Plugins that the worker loads."""
     versions: Mapping[str, str] = field(factory=dict)
 
