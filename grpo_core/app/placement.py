@@ -108,16 +108,6 @@ class LocalPlacement:
     def check(
         self, trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig], ranks: int = 1
     ) -> None:
-        for section, engine in engines.items():
-            if engine.gpus_per_worker:
-                raise ConfigError(
-                    f"{section}.gpus_per_worker is for workers in a cluster; add --ray, or name the GPUs in "
-                    f"{section}.gpus"
-                )
-            if engine.env_vars:
-                raise ConfigError(
-                    f"{section}.env_vars is for workers in a cluster; add --ray, or leave it out"
-                )
         self.devices(trainer, engines, ranks)
 
     def connected(self, workers: int) -> contextlib.AbstractContextManager[None]:

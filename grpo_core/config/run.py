@@ -268,12 +268,12 @@ class EngineConfig(PluginChoice):
     gpus: list[int] = field(factory=list)
     """GPUs of this machine for the engines, shared evenly among `workers`: with two workers, `[0, 1, 2, 3]`
     gives the first engine 0 and 1.  If the list is empty, they share all GPUs but the trainer's."""
-    gpus_per_worker: float = field(default=0.0, validator=ge(0))
+    gpus_per_worker: float = field(default=0.0, validator=ge(0), metadata=only_with(CLUSTER))
     """Number of GPUs of each engine worker in a cluster; with 0, a worker sees none."""
     placement: Literal["pack", "spread"] = field(default="pack", metadata=only_with(CLUSTER))
     """Place the engine workers of a cluster on as few machines as possible ("pack") or on as many
     ("spread")."""
-    env_vars: dict[str, str] = field(factory=dict)
+    env_vars: dict[str, str] = field(factory=dict, metadata=only_with(CLUSTER))
     """Environment variables of each engine worker of a cluster, set before the engine's plugin is loaded.
     `$NAME` in a value stands for the variable NAME of this process, and `$$` for a dollar sign."""
     transport: str = "auto"
