@@ -323,7 +323,7 @@ async def _connected(run: Launch) -> Pipeline:
     """Connect the started parts; restore them from the checkpoint of a resumed run."""
     parts, config, environments = run.parts, run.parts.config, run.tasks.environments
     prompts, held_out, renderer = run.prompts, run.held_out, run.renderer
-    for remark in parts.remarks:
+    for remark in parts.loss_remarks():
         if remark.costs:
             run.warnings.append(("off_policy", remark.message))
         else:

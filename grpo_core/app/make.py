@@ -23,7 +23,7 @@ from grpo_core.config import TRUNCATIONS, Config, EnvironmentConfig, TaskConfig,
 from grpo_core.config.idle import CLUSTER, MEASURED, WEIGHING, idle_keys
 from grpo_core.contracts.errors import ConfigError, PluginError, did_you_mean, plugin_errors, wrong_input
 from grpo_core.contracts.hookspecs import TrainerOffer
-from grpo_core.contracts.loss import problems_of, score_names
+from grpo_core.contracts.loss import score_names
 from grpo_core.data.samplers import plugin_state
 from grpo_core.loop.endings import Goal
 from grpo_core.loop.metrics import COMPARED, names_of_tasks
@@ -106,8 +106,7 @@ def _make(parts: Parts) -> None:
             "and their logprobs; measure it with grpo-core validate, or choose an engine that holds the "
             "model's weights, such as local or vllm"
         )
-    if problems := problems_of(parts.loss.function, parts.loss.options, parts.loss_setting):
-        raise ConfigError(f"loss {config.loss.name!r}: " + "; ".join(problems))
+    parts.loss_remarks()
     _check_scores(parts)
     if (section := model_section(config)) is not None:
         section.check(config)

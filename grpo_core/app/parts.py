@@ -19,7 +19,7 @@ from grpo_core.config.run import RolloutConfig, TrainerSetup, needed_scores
 from grpo_core.contracts import protocols
 from grpo_core.contracts.errors import ConfigError, SelectionError
 from grpo_core.contracts.events import Event
-from grpo_core.contracts.loss import LossSetting, Remark, hints_of, needs_of, remarks_of
+from grpo_core.contracts.loss import LossSetting, Remark, hints_of, needs_of, problems_of, remarks_of
 from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.protocols import (
     AdvantageFunction,
@@ -379,19 +379,17 @@ class Parts:
         """The loss, with its options.  Raises ConfigError or PluginError if it cannot be made."""
         return self.plugins.function("loss", self.config.loss.name, **self.config.loss.options)
 
-    @property
-    def loss_setting(self) -> LossSetting:
-        """The settings that options of the loss are checked against."""
-        return LossSetting(
-            proximal=self.config.trainer.proximal,
-            updates_per_step=self.config.trainer.updates_per_step,
-            max_staleness=self.config.pipeline.max_staleness,
+    def loss_remarks(self) -> list[Remark]:
+        """Return remarks about the options of the loss; raise ConfigError if they contradict other sections."""
+        loss, config = self.loss, self.config
+        setting = LossSetting(
+            proximal=config.trainer.proximal,
+            updates_per_step=config.trainer.updates_per_step,
+            max_staleness=config.pipeline.max_staleness,
         )
-
-    @property
-    def remarks(self) -> list[Remark]:
-        """Remarks about the options of the loss."""
-        return remarks_of(self.loss.function, self.loss.options, self.loss_setting)
+        if problems := problems_of(loss.function, loss.options, setting):
+            raise ConfigError(f"loss {config.loss.name!r}: " + "; ".join(problems))
+        return remarks_of(loss.function, loss.options, setting)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -534,7 +532,7 @@ class Parts:
             correction=", ".join(
                 f"loss.options.{name} = {value!r}" for name, value in self.config.loss.options.items()
             ),
-            uncorrected=next((each.message for each in self.remarks if each.costs), ""),
+            uncorrected=next((each.message for each in self.loss_remarks() if each.costs), ""),
         )
 
     def schedule(self, *, began: float = 0.0) -> Schedule:
