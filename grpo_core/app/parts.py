@@ -380,7 +380,7 @@ class Parts:
         return self.plugins.function("loss", self.config.loss.name, **self.config.loss.options)
 
     def loss_remarks(self) -> list[Remark]:
-        """Return remarks about the options of the loss; raise ConfigError if they contradict other sections."""
+        """Return remarks about the loss; raise ConfigError if its options contradict other sections."""
         loss, config = self.loss, self.config
         setting = LossSetting(
             proximal=config.trainer.proximal,
