@@ -99,7 +99,10 @@ def test_names_of_files_within_options_are_absolute(here):
         {
             "tasks": {
                 "both": {"env": "compose", "options": {"parts": parts}},
-                "agent": {"env": "agent:./play.sh", "options": {"reward": "./mine.py:Mine"}},
+                "agent": {
+                    "env": "agent:./play.sh",
+                    "options": {"reward": "./mine.py:Mine", "data": "long" * 999},
+                },
             },
             "filters": {"./mine.py:keep": {"file": "~/seen"}},
         }
@@ -107,7 +110,7 @@ def test_names_of_files_within_options_are_absolute(here):
     mine = f"{here}/mine.py:Mine"
     assert config.tasks["both"].options["parts"] == {"mine": {**parts["mine"], "env": mine}}
     assert config.tasks["agent"].env == f"agent:{here}/play.sh"
-    assert config.tasks["agent"].options == {"reward": mine}
+    assert config.tasks["agent"].options == {"reward": mine, "data": "long" * 999}
     assert config.filters == {f"{here}/mine.py:keep": {"file": "~/seen"}}
     assert plugin_files(config) == {here / "mine.py"}, "a change of it is noticed"
 

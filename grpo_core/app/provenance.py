@@ -55,7 +55,7 @@ def _absolute(value: Any, key: str = "") -> Any:
         return [_absolute(each) for each in value]
     if not isinstance(value, str):
         return value
-    if key == "env":  # a command, perhaps, as in "agent:sh ./agent.sh"
+    if key in ("env", "name"):  # a command, perhaps, as in "agent:sh ./agent.sh"
         value = re.sub(r"(?<=[: ])\.\.?/\S+", lambda found: os.path.abspath(found[0]), value)
     return _existing(value) if key in PATHS and in_file(value) is None else _absolute_name(value)
 
@@ -92,7 +92,7 @@ def _absolute_name(name: str) -> str:
 
 def _existing(path: str) -> str:
     """Return a path as absolute if it exists; otherwise it may be a hub id or the name of a program."""
-    return absolute(path) if path and Path(path).expanduser().exists() else path
+    return absolute(path) if path and os.path.exists(os.path.expanduser(path)) else path
 
 
 # ---------------------------------------------------------------------------------- software
