@@ -14,7 +14,7 @@ from test_plugins import install, plugin  # noqa: F401
 from grpo_core import EngineSetup, TrainerSetup
 from grpo_core.app.launch import configure, new_run
 from grpo_core.app.make import make
-from grpo_core.app.paths import with_absolute_paths
+from grpo_core.app.provenance import with_absolute_paths
 from grpo_core.commands.defaults import text
 from grpo_core.config import Config, as_table, as_toml, build, parse_setting
 from grpo_core.config.sections import PluginSections

@@ -16,7 +16,7 @@ from adapting import with_lora
 from test_trainer import batch, ragged, same, save, scores, setup, weights
 
 from grpo_core.app.make import make
-from grpo_core.app.paths import with_absolute_paths
+from grpo_core.app.provenance import with_absolute_paths
 from grpo_core.config import LossConfig, ScoreConfig, build
 from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.errors import ConfigError, ModelError

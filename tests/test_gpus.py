@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from killing import GRPO, Run
 
-from grpo_core.app import gpus
-from grpo_core.app.gpus import choose, joined_to_trainer
+from grpo_core.app import placement
+from grpo_core.app.placement import choose, joined_to_trainer
 from grpo_core.config import EngineConfig, TrainerConfig, as_toml, build
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.plugins.host import PluginHost
@@ -47,7 +47,7 @@ def test_a_trainer_on_a_gpu_needs_one():
     ("trainer", "engine", "count", "expected", "shared"),
     [
         (TRAINER, TWO, 0, [""], False),
-        (TRAINER, TWO, 1, ["", "", ""], True),
+        (TRAINER, TWO, 1, [""], True),
         (TRAINER, ONE, 2, ["0", "1"], False),
         (TRAINER, ONE, 4, ["0", "1,2,3"], False),
         (TRAINER, THREE, 8, ["0", "1,2", "3,4", "5,6"], False),
@@ -61,10 +61,10 @@ def test_a_trainer_on_a_gpu_needs_one():
         (TrainerConfig(gpus=[7]), EngineConfig(workers=2, gpus=[0, 1]), 8, ["7", "0", "1"], False),
         (TRAINER, EngineConfig(workers=2, gpus=[3, 0, 1, 2]), 8, ["4", "3,0", "1,2"], False),
         (TrainerConfig(gpus=[1]), EngineConfig(gpus=[1]), 2, ["1", "1"], True),
-        (TRAINER, EngineConfig(gpus=[0]), 1, ["", ""], True),
+        (TRAINER, EngineConfig(gpus=[0]), 1, [""], True),
         (TRAINER, EngineConfig(options={"device": "cpu"}), 2, ["0", ""], False),
         (TRAINER, EngineConfig(options={"device": "cuda:0"}), 2, ["1", ""], False),
-        (TRAINER, EngineConfig(transport="cuda_ipc"), 1, ["", ""], True),
+        (TRAINER, EngineConfig(transport="cuda_ipc"), 1, [""], True),
         (TRAINER, EngineConfig(transport="cuda_ipc"), 2, ["0", "1,0"], False),
         (TRAINER, EngineConfig(transport="cuda_ipc"), 4, ["0", "1,2,3,0"], False),
         (TRAINER, EngineConfig(transport="cuda_ipc", gpus=[2, 3]), 4, ["3", "2,3"], False),
@@ -166,15 +166,15 @@ def test_the_driver_is_asked_before_torch_is_imported(monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(gpus, "DRIVERS", ("/nowhere",))
-    assert gpus.visible() == 0
-    monkeypatch.setattr(gpus, "DRIVERS", ("/",))
-    assert gpus.visible() == 3
+    monkeypatch.setattr(placement, "DRIVERS", ("/nowhere",))
+    assert placement.visible() == 0
+    monkeypatch.setattr(placement, "DRIVERS", ("/",))
+    assert placement.visible() == 3
 
 
 # ---------------------------------------------------------------------------------- whole runs
 
-FOUR = "import grpo_core.app.gpus\ngrpo_core.app.gpus.visible = lambda: 4\n"
+FOUR = "import grpo_core.app.placement\ngrpo_core.app.placement.visible = lambda: 4\n"
 """A ``sitecustomize`` for a machine whose driver tells of four GPUs; torch still computes on the CPU."""
 
 

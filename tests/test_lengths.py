@@ -12,7 +12,7 @@ from test_first_look import SHOWS_TOOLS, Sums, Tools, letters, looked
 from test_resume import QUICK
 
 from grpo_core import Prompt
-from grpo_core.app.prompts import RunPrompts
+from grpo_core.app.prompts import short_enough
 from grpo_core.config import EnvironmentConfig, RowOptions, ValidationConfig
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.data.files import file as read_file
@@ -58,9 +58,8 @@ def kept(found, most, renderer, environment=None):
         await pool.start()
         config = ValidationConfig()
         held = HeldOut(config=config, prompts={"sums": found[:3]}, environments={"sums": pool})
-        given = RunPrompts(prompts={"sums": found}, held_out=[held])
-        left, told = await given.short_enough(most, {"sums": pool}, renderer)
-        return left.prompts["sums"], left.held_out[0].prompts["sums"], told
+        left, (held,), told = await short_enough(most, {"sums": found}, [held], {"sums": pool}, renderer)
+        return left["sums"], held.prompts["sums"], told
 
     return asyncio.run(story())
 

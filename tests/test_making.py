@@ -114,7 +114,7 @@ def test_a_part_is_made_once_and_passed_on(counted):
     assert sorted(counted.made) == ["model", "placement", "plane", "sampler", "strategy"]
     assert parts.sampler is parts.sampler
     assert parts.strategy(parts.config.validation) is parts.strategy(parts.config.validation)
-    parts.close()
+    asyncio.run(parts.aclose())
     assert sorted(counted.closed) == sorted(counted.made)
     assert counted.closed == counted.made[::-1], "the last one first"
 
@@ -130,7 +130,7 @@ def test_a_run_calls_each_constructor_once(counted, tmp_path):
 
 def test_the_parts_made_before_one_that_cannot_be_made_are_closed(counted):
     parts = made_of(table())
-    parts.close()
+    asyncio.run(parts.aclose())
     first, second, third, *_ = counted.made
     counted.made.clear(), counted.closed.clear()
     counted.refused.append(third)

@@ -14,11 +14,11 @@ from test_docs import ROOT
 from test_trainer import batch, model, not_finite_backward, ragged, setup  # noqa: F401 - model is a fixture
 from tracked_run import METRICS_JSONL, a_run
 
-from grpo_core.app import readings
 from grpo_core.config import LossConfig, ScoreConfig
 from grpo_core.contracts.events import Span
 from grpo_core.contracts.records import Canary, EndReason, Group, Prompt, Rollout, RunInfo, Segment, Weights
 from grpo_core.contracts.tokens import Tokens
+from grpo_core.engines.wrapped import metrics_of
 from grpo_core.loop.agreement import Agreement
 from grpo_core.loop.canary import Canaries
 from grpo_core.loop.dynamic import DynamicSampling
@@ -35,6 +35,7 @@ from grpo_core.loop.metrics import (
     validation_metrics,
 )
 from grpo_core.loop.timeline import Timeline, taken_down
+from grpo_core.processes.child import memory
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.validation.strategies import Greedy
 from grpo_plugin_algorithms.paired import Paired
@@ -187,7 +188,7 @@ def written(model, tmp_path_factory):  # noqa: F811
     found |= set(  # of these, some take no virtual time
         times(Span(lane=lane, what=what, begin=0.0, end=1.0, busy=1.0) for lane, what in TIMES)
     )
-    found |= {*readings.memory(), *readings.of_engines({"engine": Measured()})}
+    found |= {*memory(), *metrics_of({"engine": Measured()})}
     found |= set(Hints(choose=lambda its: [], who="").read())
     found |= names_of_a_canary() | names_of_a_price(path)
     trainer = TorchTrainer(attrs.evolve(setup(model, loss={"kl": {"coefficient": 0.01}}), max_non_finite=0.5))

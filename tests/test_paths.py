@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 
-from grpo_core.app.paths import plugin_files, with_absolute_paths
-from grpo_core.config import build
+from grpo_core.app.provenance import plugin_files, with_absolute_paths
+from grpo_core.config import as_table, build
 from grpo_core.contracts.errors import PluginError
+from grpo_core.plugins.configured import configured
 from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.selection import PluginSelection
 
 
 def test_every_plugin_in_a_file_has_an_absolute_path_in_the_run(tmp_path, monkeypatch):
@@ -52,6 +54,12 @@ class Mine:
 
 def keep(group, *, file: "Path | None" = None): return None
 """
+
+
+def expected(here):
+    return (here / "a.txt", here.parent / "b", [here / "c", Path("/d")], "e.txt")
+
+
 OPTIONS = {"file": "a.txt", "spare": "../b", "more": ["c", "/d"], "text": "e.txt"}
 
 
@@ -67,85 +75,67 @@ def absolute(given):
     return with_absolute_paths(build([given]), PluginHost.discover())
 
 
-def test_options_that_are_annotated_as_paths_count_from_where_the_run_was_made(here):
-    expected = {
-        "file": f"{here}/a.txt",
-        "spare": f"{here.parent}/b",
-        "more": [f"{here}/c", "/d"],
-        "text": "e.txt",
-    }
-    own = {"env": "./mine.py:Mine", "python": sys.executable}  # a file that is not imported in this process
+def made(directory, options):
+    """What an option's factory gets in a process whose run was started in a directory."""
+    host = PluginHost.of(PluginSelection(directory=str(directory)))
+    return host.make("environment", f"{directory}/mine.py:Mine", **options).given
+
+
+def test_options_that_are_annotated_as_paths_count_from_where_the_run_was_started(here, monkeypatch):
+    config, host = configured([{"tasks": {"one": {"env": "./mine.py:Mine", "options": OPTIONS}}}])
+    config = evolve(with_absolute_paths(config, host), directory=host.selection.directory)
+    assert (config.directory, config.tasks["one"].options) == (str(here), OPTIONS)
+    monkeypatch.chdir("/")
+    again, host = configured([as_table(config)])
+    assert again == with_absolute_paths(again, host) == config, "what a resumed run compares"
+    assert host.make("environment", again.tasks["one"].env, **OPTIONS).given == expected(here)
+    assert made(here, OPTIONS) == expected(here)
+    assert made(here, {"file": "~/seen"})[0] == Path.home() / "seen"
+
+
+def test_names_of_files_within_options_are_absolute(here):
+    parts = {"mine": {"env": "./mine.py:Mine", "options": {"file": "a.txt"}, "requires": {"right": 1.0}}}
     config = absolute(
         {
             "tasks": {
-                "one": {"env": "./mine.py:Mine", "options": OPTIONS},
-                "other": {**own, "options": OPTIONS},
+                "both": {"env": "compose", "options": {"parts": parts}},
+                "agent": {
+                    "env": "agent:./play.sh",
+                    "options": {"reward": "./mine.py:Mine", "data": "long" * 999},
+                },
             },
-            "validation": {"sets": {"held": {"env": "./mine.py:Mine", "env_options": OPTIONS}}},
             "filters": {"./mine.py:keep": {"file": "~/seen"}},
         }
     )
-    assert [task.options for task in config.tasks.values()] == [expected, expected]
-    assert config.validation.sets["held"].env_options == expected
-    assert config.filters == {f"{here}/mine.py:keep": {"file": str(Path.home() / "seen")}}
-
-
-def test_environments_that_are_not_imported_and_parts_of_others_have_absolute_paths(here):
-    url = "nemo_gym:http://127.0.0.1:8000"
-    rows = {"path": "train.jsonl", "answer": "train.jsonl"}
-    parts = {
-        "right": {"env": url, "options": rows},
-        "mine": {"env": "./mine.py:Mine", "options": {"file": "a.txt"}, "requires": {"right": 1.0}},
-    }
-    program = {"env": "agent:./play.sh", "options": {"reward": "./mine.py:Mine"}}
-    config = absolute(
-        {
-            "tasks": {
-                "sums": {"env": url, "options": rows},
-                "both": {"env": "compose", "options": {"parts": parts}},
-                "agent": program,
-            }
-        }
-    )
-    expected = {"path": f"{here}/train.jsonl", "answer": "train.jsonl"}
-    assert config.tasks["sums"].options == expected
-    assert config.tasks["both"].options["parts"] == {
-        "right": {"env": url, "options": expected},
-        "mine": {
-            "env": f"{here}/mine.py:Mine",
-            "options": {"file": f"{here}/a.txt"},
-            "requires": {"right": 1.0},
-        },
-    }
-    assert config.tasks["agent"].options == {"reward": f"{here}/mine.py:Mine"}
+    mine = f"{here}/mine.py:Mine"
+    assert config.tasks["both"].options["parts"] == {"mine": {**parts["mine"], "env": mine}}
+    assert config.tasks["agent"].env == f"agent:{here}/play.sh"
+    assert config.tasks["agent"].options == {"reward": mine, "data": "long" * 999}
+    assert config.filters == {f"{here}/mine.py:keep": {"file": "~/seen"}}
     assert plugin_files(config) == {here / "mine.py"}, "a change of it is noticed"
 
 
-def test_options_in_the_section_of_a_plugin_count_from_where_the_run_was_made(here):
+def test_names_of_files_in_the_section_of_a_plugin_are_absolute(here):
     host = PluginHost.discover()
     audit = {"second_opinion": "./mine.py:Mine", "options": {"file": "a.txt", "text": "e.txt"}}
     config = with_absolute_paths(build([{"audit": audit}], host.sections), host)
     (values,) = (each.values for each in config.sections if each.name == "audit")
     assert values["second_opinion"] == f"{here}/mine.py:Mine"
-    assert values["options"] == {"file": f"{here}/a.txt", "text": "e.txt"}
+    assert values["options"] == audit["options"]
 
 
-def test_a_path_at_the_end_of_a_name_is_absolute_if_the_factory_expects_one(here):
-    names = {"one": "code:harbor:tasks/easy", "two": "math:sort", "three": "agent:play --at tasks"}
-    config = absolute({"tasks": {name: {"env": env} for name, env in names.items()}})
-    found = {name: task.env for name, task in config.tasks.items()}
-    assert found == {**names, "one": f"code:harbor:{here}/tasks/easy"}
-
-
-def test_options_of_what_is_not_here_stay_as_they_are(here):
-    given = {"env": "nowhere:game", "python": sys.executable, "options": {"file": "a.txt"}}
-    assert absolute({"tasks": {"one": given}}).tasks["one"].options == {"file": "a.txt"}
+def test_a_path_at_the_end_of_a_name_counts_from_there_as_well(here, monkeypatch):
+    (here / "easy").mkdir()
+    monkeypatch.chdir("/")
+    host = PluginHost.of(PluginSelection(directory=str(here)))
+    with pytest.raises(PluginError, match=f"{here}/easy"):
+        host.make("environment", "code:harbor:easy")
 
 
 def test_a_factory_gets_a_path_where_it_expects_one_and_nothing_else_is_one(here):
     host = PluginHost.discover()
     made = host.make("environment", "./mine.py:Mine", **OPTIONS)
-    assert made.given == (here / "a.txt", here.parent / "b", [here / "c", Path("/d")], "e.txt")
+    assert made.given == expected(here)
     assert host.make("environment", "./mine.py:Mine", file=Path("a")).given == (here / "a", None, [], "")
     for wrong in (3, ""):
         with pytest.raises(PluginError, match=rf"option 'file' is {wrong!r}; expected Path"):

@@ -326,18 +326,13 @@ def a_group(slot):
 
 
 def resumed(path, *settings):
-    """Find the run as ``train --resume`` does; its lock ends with the result."""
-    launch = launching.find(path, table(*settings), ())
-    if launch.checkpoint is not None and launch.finished is None:
-        launching.check_states(launch.checkpoint.directory, launch.parts)
-    return launch
+    """Prepare to continue the run as ``train --resume`` does; its lock ends with the result."""
+    return continued(path, table(*settings))
 
 
 def changed(path, *settings):
     """Begin to resume with these settings; return the messages to the user."""
-    found = resumed(path, *settings)
-    launching.begin(found)
-    return found.notes
+    return resumed(path, *settings).notes
 
 
 @pytest.mark.long
@@ -419,7 +414,7 @@ def test_the_checkpoint_counts_and_not_an_edited_configuration(tmp_path):
 )
 def test_other_changes_are_made_and_kept(tmp_path, setting):
     a_run(tmp_path / "run", ready=3, settings=["sampler.options.seed=3"])
-    launching.begin(resumed(tmp_path / "run", setting))
+    resumed(tmp_path / "run", setting)
     ((section, (key, value)),) = ((name, *part.items()) for name, part in parse_setting(setting).items())
     kept = RunDirectory.open(tmp_path / "run")[1]
     assert as_table(kept)[section][key] == value
@@ -471,10 +466,10 @@ def test_a_resume_says_how_much_is_trained_again(tmp_path, steps, told):
 
 def test_options_of_a_part_that_is_replaced_are_dropped(tmp_path):
     a_run(tmp_path / "run", settings=["sampler.options.weights.sort=2.0"])
-    assert resumed(tmp_path / "run", "sampler.name=round_robin").parts.config.sampler.options == {}
     assert resumed(tmp_path / "run", "sampler.name=mix").parts.config.sampler.options == {
         "weights": {"sort": 2.0}
     }
+    assert resumed(tmp_path / "run", "sampler.name=round_robin").parts.config.sampler.options == {}
 
 
 @pytest.mark.long

@@ -86,7 +86,16 @@ def test_a_model_directory_is_measured_and_anything_else_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"neither a run \(there is no config.toml in it\) nor a model"):
         find(str(tmp_path))
     with pytest.raises(ModelError, match="there is no such directory"):
-        find(str(tmp_path / "nothing"))
+        find(str(tmp_path / "no" / "thing"))
+
+
+def test_a_run_that_is_not_there_is_no_model_of_a_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^there is no run runs/sort\. Runs there: none$"):
+        find("runs/sort")
+    a_run(tmp_path / "runs" / "sort-1")
+    with pytest.raises(ConfigError, match=r"no run runs/sort\. Did you mean 'sort-1'\? Runs there: sort-1$"):
+        find("runs/sort")
 
 
 def test_options_of_another_strategy_and_other_tasks_are_left_out(tmp_path):

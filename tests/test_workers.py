@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from grpo_core.app.make import make
 from grpo_core.app.parts import Parts
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.cli import _with_values
-from grpo_core.config import Config, EngineConfig, EnvironmentConfig
+from grpo_core.config import Config, EngineConfig, EnvironmentConfig, build
 from grpo_core.contracts.errors import ConfigError, EngineError, GrpoError, WeightSyncError
 from grpo_core.contracts.records import (
     EngineSetup,
@@ -287,12 +288,11 @@ def test_metrics_that_are_asked_for_in_the_background_survive_errors_and_end_wit
     run(story())
 
 
-@pytest.mark.parametrize(
-    "config", [EngineConfig(gpus_per_worker=1), EngineConfig(env_vars={"A": "1"})], ids=str
-)
-def test_cluster_options_are_errors_on_this_machine(config):
-    with pytest.raises(ConfigError, match=r"engine\..* is for workers in a cluster; add --ray"):
-        LocalPlacement(PluginHost.discover([])).check(None, {"engine": config})
+@pytest.mark.parametrize("engine", [{"gpus_per_worker": 1}, {"env_vars": {"A": "1"}}], ids=str)
+def test_cluster_options_are_errors_on_this_machine(engine):
+    config = build([{"tasks": {"sort": {"env": "math:sort"}}, "engine": engine}])
+    with pytest.raises(ConfigError, match=r"engine\.\w+ = .* does nothing without .* a cluster \(--ray\)"):
+        make(config, PluginHost.discover())
 
 
 def test_an_engine_is_given_an_absolute_path_which_any_worker_can_look_up():

@@ -15,17 +15,16 @@ from typing import Any
 
 from attrs import asdict, evolve, frozen
 
-from grpo_core.app import provenance, readings
+from grpo_core.app import provenance
 from grpo_core.app.launch import Launch, changed_schedule, check_held, identity
-from grpo_core.app.make import interval_of
+from grpo_core.app.make import interval_of, preflight
 from grpo_core.app.model_sources import ModelRequest, StartModel, fetched, with_max_tokens
 from grpo_core.app.parts import SYNC_ATTEMPTS, SYNC_GRACE, check_lengths, check_loaders, with_steps
-from grpo_core.app.preflight import preflight_async
-from grpo_core.app.prompts import RunPrompts, has_tokenizer, judge_one_reply
+from grpo_core.app.prompts import judge_one_reply, short_enough
 from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import as_table
-from grpo_core.contracts.errors import describe, fault_of, wrong_input
+from grpo_core.contracts.errors import ConfigError, describe, fault_of, wrong_input
 from grpo_core.contracts.events import (
     ErrorRaised,
     Event,
@@ -40,6 +39,7 @@ from grpo_core.contracts.protocols import Tracker
 from grpo_core.contracts.records import Group, Prompt, Weights
 from grpo_core.data.loaders import IndexedLoader, LookAhead
 from grpo_core.data.samplers import PromptStream
+from grpo_core.engines.wrapped import metrics_of
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer, BufferStatistics
 from grpo_core.loop.endings import GOAL_REACHED, Failure, Goal
@@ -50,6 +50,7 @@ from grpo_core.loop.retention import Retention
 from grpo_core.loop.timeline import Timeline, taken_down
 from grpo_core.loop.versions import Interval
 from grpo_core.processes.aio import gather
+from grpo_core.processes.child import memory
 from grpo_core.processes.garbage import spare_the_collector
 from grpo_core.reporting.room import DiskRoom
 from grpo_core.reporting.trackers import Trackers, make_trackers
@@ -252,13 +253,11 @@ async def _start(run: Launch) -> None:
     if devices.told:
         run.trackers.status(devices.told)
     chosen = config.validation
-    run.prompts = RunPrompts(
-        prompts=await tasks.prompts("train", config.trainer.prompts_per_step),
-        held_out=await tasks.held_out(chosen, chosen.due_sets, tasks=bool(chosen.every)),
-    )
+    run.prompts = await tasks.prompts("train", config.trainer.prompts_per_step)
+    run.held_out = await tasks.held_out(chosen, chosen.due_sets, config.tasks if chosen.every else ())
     run.warnings += [note for data in tasks.data.values() for note in data.notes.items()]
     check_loaders(config, tasks.loaders, parts.sampler)
-    at_hand = {name: part for name, part in run.prompts.prompts.items() if name not in tasks.loaders}
+    at_hand = {name: part for name, part in run.prompts.items() if name not in tasks.loaders}
     await judge_one_reply(tasks.environments, at_hand, hints="hints" in parts.needs)
     await parts.data_plane.started()
     check_reader(parts.data_plane, config.data_plane.name)
@@ -270,15 +269,21 @@ async def _start(run: Launch) -> None:
         parts.config = config = with_max_tokens(config, model.max_tokens)
         run.directory.complete_config(config)
     check_lengths(config.rollout, model.positions)
-    early = has_tokenizer(config, model) if config.rollout.max_prompt_tokens else model.prepare is None
+    early = model.prepare is None  # its tokenizer is here before the trainer has started
     if early:
         await _load_renderer(run)
-    sizes = {name: tasks.size(name, part) for name, part in run.prompts.prompts.items()}
+    elif config.rollout.max_prompt_tokens and config.trainer.epochs:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens with trainer.epochs: the model {config.model.path!r} is made when "
+            "the run starts, so the number of remaining prompts is not known before; set trainer.steps "
+            "instead of trainer.epochs"
+        )
+    sizes = {name: tasks.size(name, part) for name, part in run.prompts.items()}
     parts.config = with_steps(config, sizes)
     run.trackers.status(model.doing)
     run.trainer = parts.trainer(
-        evolve(
-            parts.trainer_setup(model.path),
+        parts.trainer_setup(
+            model.path,
             scores=scores,
             prepare=model.prepare,
             resume_from=str(run.checkpoint.directory) if run.checkpoint else None,
@@ -301,13 +306,15 @@ async def _load_renderer(run: Launch) -> None:
     sections = [each for each in (config.engine, config.validation.engine) if each is not None]
     run.renderer = await asyncio.to_thread(run.parts.renderer, run.model.path, sections)
     most, loaders = config.rollout.max_prompt_tokens, run.tasks.loaders
-    run.prompts, messages = await run.prompts.short_enough(most, environments, run.renderer, loaders)
+    run.prompts, run.held_out, messages = await short_enough(
+        most, run.prompts, run.held_out, environments, run.renderer, loaders
+    )
     run.warnings += messages.items()
-    run.warnings += await preflight_async(
+    run.warnings += await preflight(
         run.parts,
         renderer=run.renderer,
-        held_out=run.prompts.held_out,
-        prompts=run.prompts.prompts,
+        held_out=run.held_out,
+        prompts=run.prompts,
         environments=environments,
     )
 
@@ -315,8 +322,8 @@ async def _load_renderer(run: Launch) -> None:
 async def _connected(run: Launch) -> Pipeline:
     """Connect the started parts; restore them from the checkpoint of a resumed run."""
     parts, config, environments = run.parts, run.parts.config, run.tasks.environments
-    prompts, held_out, renderer = run.prompts.prompts, run.prompts.held_out, run.renderer
-    for remark in parts.remarks:
+    prompts, held_out, renderer = run.prompts, run.held_out, run.renderer
+    for remark in parts.loss_remarks():
         if remark.costs:
             run.warnings.append(("off_policy", remark.message))
         else:
@@ -373,8 +380,8 @@ async def _connected(run: Launch) -> Pipeline:
         readings=lambda: {
             **run.trackers.metrics(),
             **run.trackers.incidents.read(),
-            **readings.of_engines(run.engines),
-            **readings.memory(),
+            **metrics_of(run.engines),
+            **memory(),
         },
         validate=validate,
         validate_first=validation.validated_version < run.step,
@@ -425,7 +432,7 @@ async def _start_model(run: Launch) -> StartModel:
     """Return the model that the run starts from; the trainer makes it if necessary."""
 
     async def prompts() -> Mapping[str, Sequence[Prompt]]:
-        return run.prompts.prompts
+        return run.prompts
 
     start = await run.parts.model.start_model(
         ModelRequest(
@@ -437,7 +444,7 @@ async def _start_model(run: Launch) -> StartModel:
         )
     )
     if start.prepare is None:  # it may have just been downloaded
-        run.warnings += await preflight_async(run.parts, model=Path(start.path))
+        run.warnings += await preflight(run.parts, model=Path(start.path))
     return start
 
 

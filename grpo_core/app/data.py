@@ -181,7 +181,7 @@ class TaskData:
         def make(_: str) -> Any:
             rows = source.make(split)
             if isinstance(rows, Ranges) and self.choice is not None and self.choice.same(choice):
-                check_apart(Making(self.host, self.choice)("train"), rows, source.who)
+                check_apart(self._make(self.choice, "train"), rows, source.who)
             return rows
 
         return await evolve(source, make=make).held_out(first)
@@ -207,28 +207,20 @@ class TaskData:
             )
         return prompts
 
+    def _make(self, choice: DataChoice, split: str) -> Any:
+        return self.host.make("dataloader", choice.name, choice.split(split), **choice.options)
+
     async def _source(self, choice: DataChoice) -> Source:
         converts = await self.environment.convert([]) is not None
         return Source(
             self.task,
             choice.text,
-            Making(self.host, choice),
+            partial(self._make, choice),
             choice.rows,
             self.seed,
             self.deadline,
             self.environment.convert if converts else None,
         )
-
-
-@frozen
-class Making:
-    """Makes the dataloader of a split."""
-
-    host: PluginHost
-    choice: DataChoice
-
-    def __call__(self, split: str) -> Any:
-        return self.host.make("dataloader", self.choice.name, self.choice.split(split), **self.choice.options)
 
 
 @frozen

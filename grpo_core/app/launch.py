@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -17,18 +18,23 @@ from typing import Any
 from attrs import define, evolve, field, frozen
 
 from grpo_core._version import __version__
-from grpo_core.app.make import made
-from grpo_core.app.model_sources import EvalTarget, StartModel, check_start, start_digest, without_overridden
+from grpo_core.app.make import made, preflight
+from grpo_core.app.model_sources import (
+    RUNS,
+    EvalTarget,
+    StartModel,
+    check_start,
+    start_digest,
+    without_overridden,
+)
 from grpo_core.app.parts import Parts, engine_dtype, intervals
-from grpo_core.app.paths import with_absolute_paths
-from grpo_core.app.preflight import preflight
-from grpo_core.app.prompts import RunPrompts
-from grpo_core.app.provenance import file_hashes
+from grpo_core.app.provenance import file_hashes, with_absolute_paths
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, TrainerConfig, as_table, build, merge, replace_parts
 from grpo_core.contracts.errors import ConfigError, shortened, wrong_input
 from grpo_core.contracts.events import Event
 from grpo_core.contracts.protocols import Trainer
+from grpo_core.contracts.records import Prompt
 from grpo_core.data.samplers import load_plugin_state
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import BufferStatistics
@@ -41,13 +47,12 @@ from grpo_core.models.files import directory_here, published_dtype
 from grpo_core.plugins.configured import configured, model_section
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
 from grpo_core.processes import secrets
+from grpo_core.processes.aio import in_own_loop
 from grpo_core.reporting.trackers import Trackers
 from grpo_core.storage.published import Published
 from grpo_core.storage.run_directory import RunDirectory, lost
 from grpo_core.text.rendering import Renderer
-
-RUNS = Path("runs")
-"""The default parent directory of runs."""
+from grpo_core.validation.runner import HeldOut
 
 
 def new_run(
@@ -62,12 +67,13 @@ def new_run(
     parts = made(_configured_parts(layers, changes, block, offers))
     try:
         warnings = _checked(parts)
-        parts.config = config = with_absolute_paths(parts.config, parts.plugins)
+        config = with_absolute_paths(parts.config, parts.plugins)
+        parts.config = config = evolve(config, directory=parts.plugins.selection.directory)
         if output is None:
             output = unused(RUNS / ("+".join(config.tasks) + datetime.now().strftime("-%Y%m%d-%H%M%S")))
         directory = RunDirectory.create(output, config)
     except BaseException:
-        parts.close()
+        in_own_loop(parts.aclose())
         raise
     return Launch(parts=parts, directory=directory, warnings=warnings, notes=(_opening(parts),))
 
@@ -86,20 +92,31 @@ def _opening(parts: Parts) -> str:
 def continued(
     path: Path, changes: Mapping[str, Any], block: Sequence[str] = (), *, offers: Offers = NO_OFFERS
 ) -> Launch:
-    """Prepare to continue a run with some changes.  Raises GrpoError for wrong input."""
+    """Prepare to continue a run with some changes; lock its directory.  Raises GrpoError for wrong input.
+
+    If another process uses the run, a change is not allowed, or no checkpoint is usable, nothing is changed.
+    """
     with wrong_input():
-        resumed = find(path, changes, block, offers)
+        directory, before = RunDirectory.open(path, block)
+        directory.lock()
+    made = contextlib.ExitStack()
     try:
-        if resumed.finished is None:  # otherwise no part starts
-            if resumed.checkpoint is not None:
-                check_states(resumed.checkpoint.directory, resumed.parts)
-            resumed.warnings = _checked(resumed.parts)
-        begin(resumed)
+        with wrong_input():
+            run = _resumed(directory, before, changes, block, offers)
+        made.callback(lambda: in_own_loop(run.parts.aclose()))
+        if run.finished is None:  # otherwise no part starts
+            if run.checkpoint is not None:
+                _check_states(run.checkpoint.directory, run.parts)
+            run.warnings = _checked(run.parts)
+        if run.before not in (None, run.parts.config):
+            directory.replace_config(run.parts.config)
+            if run.checkpoint is None:
+                directory.remove_model()  # it was made for the previous configuration
     except BaseException:
-        resumed.parts.close()
-        resumed.directory.unlock()
+        made.close()
+        directory.unlock()  # a stored error would keep the lock
         raise
-    return resumed
+    return run
 
 
 def configure(
@@ -164,7 +181,7 @@ def _checked(parts: Parts) -> list[tuple[str, str]]:
     """Check the model's files; return causes and messages of the plugins' warnings."""
     check_model(parts)
     with wrong_input():
-        return preflight(parts)
+        return in_own_loop(preflight(parts))
 
 
 def check_model(parts: Parts) -> list[str]:
@@ -174,7 +191,8 @@ def check_model(parts: Parts) -> list[str]:
     """
     path = parts.config.model.path
     directory = None if parts.plugins.offers("model", path) else directory_here(path)
-    return [] if directory is None else [message for _, message in preflight(parts, model=directory)]
+    found = [] if directory is None else in_own_loop(preflight(parts, model=directory))
+    return [message for _, message in found]
 
 
 def tasks_of(envs: Sequence[str]) -> dict[str, Any]:
@@ -263,7 +281,9 @@ class Launch:
     retention: Retention = field(init=False)
     tasks: Tasks = field(init=False)
     """The environments, once they have started."""
-    prompts: RunPrompts = field(init=False)
+    prompts: Mapping[str, Sequence[Prompt]] = field(init=False)
+    """Training prompts by task."""
+    held_out: Sequence[HeldOut] = field(init=False)
     model: StartModel = field(init=False)
     renderer: Renderer = field(init=False)
     trainer: Trainer = field(init=False)
@@ -293,35 +313,14 @@ class Launch:
         return command + "".join(f" --no-plugin {shlex.quote(name)}" for name in block)
 
 
-def find(path: Path, changes: Mapping[str, Any], block: Sequence[str], offers: Offers = NO_OFFERS) -> Launch:
-    """Open a run to resume it, and lock its directory; change nothing.
-
-    ``offers`` are objects of the calling program.
-
-    Raises ConfigError if another process uses the run or a change is not allowed, and CheckpointError if no
-    checkpoint is usable.
-    """
-    directory, before = RunDirectory.open(path, block)
-    directory.lock()
-    try:
-        return _resumed(path, directory, before, changes, block, offers)
-    except BaseException:
-        directory.unlock()  # a stored error would keep the lock
-        raise
-
-
 def _resumed(
-    path: Path,
-    directory: RunDirectory,
-    before: Config,
-    changes: Mapping[str, Any],
-    block: Sequence[str],
-    offers: Offers,
+    directory: RunDirectory, before: Config, changes: Mapping[str, Any], block: Sequence[str], offers: Offers
 ) -> Launch:
+    path = directory.path
     secrets.learn(merge(as_table(before), changes))
     config, host = configured([replace_parts(as_table(before), changes), changes], block, offers)
     found = checkpoint.newest(directory.checkpoints)
-    finished = None if found is None else _finished(path, found, config, directory)
+    finished = None if found is None else _finished(directory, found, config)
     if finished is not None and finished.complete:
         left = Launch(
             parts=Parts(before, host),
@@ -334,7 +333,10 @@ def _resumed(
             return left
     config = with_absolute_paths(config, host)
     parts, edits = Parts(config, host), list(differences(as_table(before), as_table(config)))
-    notes = [f"{key}: {shown(old)} -> {shown(_given(changes, key, new))}" for key, old, new in edits]
+    notes = [  # of a new table the given keys alone
+        f"{key}: {shown(old)} -> {shown((isinstance(new, Mapping) and _at(changes, key)) or new)}"
+        for key, old, new in edits
+    ]
     if found is None:
         notes.append(f"{path} has no checkpoint yet: starting from the beginning")
     else:
@@ -343,8 +345,7 @@ def _resumed(
             saved = state.get("run", SavedRun())
             fixed = {**_fixed(with_absolute_paths(before, host)), **saved.get("fixed", {})}
             for key in {**fixed, **_fixed(config)}:
-                now = _value(config, key)
-                if fixed.get(key) != now:
+                if fixed.get(key) != (now := _at(as_table(config), key)):
                     raise ConfigError(
                         f"{path}: {key} is {shown(fixed.get(key))} in its checkpoint and {shown(now)} now; "
                         "it cannot change within a run: keep it, or start a new run"
@@ -365,7 +366,12 @@ def _resumed(
                     f"{proved})"
                 )
         if finished is None:
-            notes += _consequences(config, changes)
+            limit = config.trainer.time_limit
+            if limit and "time_limit" not in changes.get("trainer", {}):
+                notes.append(
+                    f"this start ends within {limit:g} s as well: trainer.time_limit still applies; --set "
+                    "trainer.time_limit=0 removes it"
+                )
             steps, seconds = directory.work_after(found.step)
             again = f"; {lost(steps, seconds)}, and trained again" if steps else ""
             notes.append(f"continuing {path} after step {found.step}{again}")
@@ -391,7 +397,7 @@ def _check_nothing_is_ignored(edits: Iterable[tuple[str, Any, Any]], told: str) 
             )
 
 
-def _finished(path: Path, found: Found, config: Config, directory: RunDirectory) -> Finished | None:
+def _finished(directory: RunDirectory, found: Found, config: Config) -> Finished | None:
     """Return the end of a run if nothing is left to train and validate after its checkpoint."""
     with checkpoint.reading(found.directory):
         state = checkpoint.read_pipeline(found.directory)
@@ -425,17 +431,9 @@ def _finished(path: Path, found: Found, config: Config, directory: RunDirectory)
         reason=reason,
         steps=steps,
         buffer=buffer,
-        told=f"{path}: {message}",
+        told=f"{directory.path}: {message}",
         complete=not last or directory.has_ended(reason, found.step),
     )
-
-
-def begin(resumed: Launch) -> None:
-    """Write the configuration if it has changed."""
-    if resumed.before not in (None, resumed.parts.config):
-        resumed.directory.replace_config(resumed.parts.config)
-        if resumed.checkpoint is None:
-            resumed.directory.remove_model()  # it was made for the previous configuration
 
 
 def identity(config: Config, start: Path) -> dict[str, Any]:
@@ -480,8 +478,8 @@ def _schedule(trainer: TrainerConfig) -> dict[str, Any]:
 
 
 def _fixed(config: Config) -> dict[str, Any]:
-    section = model_section(config)
-    return {key: _value(config, key) for key in (*FIXED, *(section.fixed if section else ()))}
+    section, table = model_section(config), as_table(config)
+    return {key: _at(table, key) for key in (*FIXED, *(section.fixed if section else ()))}
 
 
 def _check_start(run: RunDirectory, before: str, parts: Parts) -> None:
@@ -524,7 +522,7 @@ def check_held(path: Path, before: Published | None, now: Published | None) -> N
         before.check((name, dtype, total) for name, dtype, total in known if total is not None)
 
 
-def check_states(directory: Path, parts: Parts) -> None:
+def _check_states(directory: Path, parts: Parts) -> None:
     """Raise CheckpointError for a state of a loader, a sampler or a strategy with wrong types."""
     config, validation = parts.config, parts.config.validation
     with checkpoint.reading(directory):
@@ -568,31 +566,11 @@ def _warnings(path: Path, saved: Mapping[str, Any], config: Config) -> Iterator[
             yield f"warning: {file} has changed since the checkpoint was written"
 
 
-def _consequences(config: Config, changes: Mapping[str, Any]) -> Iterator[str]:
-    """Yield messages about consequences of changed keys that their values do not show."""
-    limit = config.trainer.time_limit
-    if limit and "time_limit" not in changes.get("trainer", {}):
-        yield (
-            f"this start ends within {limit:g} s as well: trainer.time_limit still applies; --set "
-            "trainer.time_limit=0 removes it"
-        )
-
-
-def _given(changes: Mapping[str, Any], key: str, new: Any) -> Any:
-    """Return a new value; for a table only the given keys, without defaults."""
-    given: Any = changes
+def _at(table: Any, key: str) -> Any:
+    """Return the value of a key, as in "trainer.lr", in nested tables; None without one."""
     for name in key.split("."):
-        given = given.get(name, {}) if isinstance(given, Mapping) else {}
-    return given if isinstance(new, Mapping) and given else new
-
-
-def _value(config: Config, key: str) -> Any:
-    value: Any = as_table(config)
-    for name in key.split("."):
-        if name not in value:  # of a missing section
-            return None
-        value = value[name]
-    return value
+        table = table.get(name) if isinstance(table, Mapping) else None
+    return table
 
 
 def _score_digests(config: Config) -> dict[str, str]:

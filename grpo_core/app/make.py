@@ -1,14 +1,18 @@
-"""Makes and checks all parts that a configuration names; no process starts and no model is read."""
+"""Makes and checks all parts that a configuration names; no process starts and no model is read.
+
+The checks of ``grpo_preflight`` follow, each when all that its parameters name is there.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import lcm
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from attrs import evolve
 
@@ -17,9 +21,9 @@ from grpo_core.app.model_sources import scoring_model
 from grpo_core.app.parts import Parts
 from grpo_core.config import TRUNCATIONS, Config, EnvironmentConfig, TaskConfig, ValidationConfig
 from grpo_core.config.idle import CLUSTER, MEASURED, WEIGHING, idle_keys
-from grpo_core.contracts.errors import ConfigError, did_you_mean, wrong_input
+from grpo_core.contracts.errors import ConfigError, PluginError, did_you_mean, plugin_errors, wrong_input
 from grpo_core.contracts.hookspecs import TrainerOffer
-from grpo_core.contracts.loss import problems_of, score_names
+from grpo_core.contracts.loss import score_names
 from grpo_core.data.samplers import plugin_state
 from grpo_core.loop.endings import Goal
 from grpo_core.loop.metrics import COMPARED, names_of_tasks
@@ -27,6 +31,8 @@ from grpo_core.loop.schedule import rate
 from grpo_core.models.files import ADAPTERS, chat_template, check_path
 from grpo_core.plugins.configured import model_section
 from grpo_core.plugins.host import Kind, PluginHost
+from grpo_core.plugins.offers import Selected
+from grpo_core.processes.aio import in_own_loop
 from grpo_core.processes.interpreters import Interpreter, from_here
 from grpo_core.reporting.trackers import check_trackers
 from grpo_core.storage.planes import check_reader
@@ -59,7 +65,7 @@ def made(parts: Parts) -> Parts:
         try:
             _make(parts)
         except BaseException:
-            parts.close()
+            in_own_loop(parts.aclose())
             raise
     return parts
 
@@ -100,8 +106,7 @@ def _make(parts: Parts) -> None:
             "and their logprobs; measure it with grpo-core validate, or choose an engine that holds the "
             "model's weights, such as local or vllm"
         )
-    if problems := problems_of(parts.loss.function, parts.loss.options, parts.loss_setting):
-        raise ConfigError(f"loss {config.loss.name!r}: " + "; ".join(problems))
+    parts.loss_remarks()
     _check_scores(parts)
     if (section := model_section(config)) is not None:
         section.check(config)
@@ -327,3 +332,43 @@ def check_task(key: str, task: TaskConfig, parts: Parts) -> None:
             Interpreter.find(own.python)
     elif not isinstance(host.find("environment", task.env).offer.factory, str):
         host.check_options("environment", task.env, task.options)
+
+
+# ---------------------------------------------------------------------------------- grpo_preflight
+
+STAGES = (("config", "host"), ("model",), ("renderer", "held_out", "prompts", "environments"))
+"""Parameters that are known before anything starts, when the model is here, and before the first rollout."""
+
+
+async def preflight(parts: Parts, **there: Any) -> list[tuple[str, str]]:
+    """Call the checks of a stage off the event loop; return causes and messages of their warnings.
+
+    A text without a cause has the name of its check.  Checks may be async.  Raises GrpoError.
+
+    Args:
+        there: what is there of the stage; nothing: ``config`` and ``host`` alone.
+    """
+    warnings: list[tuple[str, str]] = []
+    known = {"config": parts.config, "host": parts.plugins, **there}
+    offers = [(p, *each) for p in parts.plugins.plugins for each in p.offers.get("preflight", {}).items()]
+    for plugin, name, offer in offers:
+        selected = Selected("preflight", name, plugin, offer)
+        check = selected.load()
+        takes = inspect.signature(check).parameters
+        needed = {each for each, parameter in takes.items() if parameter.default is parameter.empty}
+        if unknown := needed.difference(*STAGES):
+            raise PluginError(
+                f"{selected}: no run has its parameter {min(unknown)!r}; expected some of "
+                + ", ".join(each for stage in STAGES for each in stage)
+            )
+        if _stage(takes) != _stage(known) or not needed <= known.keys():
+            continue
+        with plugin_errors(str(selected)):
+            found = await asyncio.to_thread(check, **{each: known[each] for each in takes if each in known})
+            found = await found if inspect.isawaitable(found) else found
+            warnings += found.items() if isinstance(found, Mapping) else [(name, each) for each in found]
+    return warnings
+
+
+def _stage(names: Iterable[str]) -> int:
+    return max((i for i, stage in enumerate(STAGES) if not set(stage).isdisjoint(names)), default=0)

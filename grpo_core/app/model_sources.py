@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,10 +21,13 @@ from grpo_core.plugins.configured import configured
 from grpo_core.plugins.hints import install_command
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.paths import absolute
+from grpo_core.processes.aio import in_own_loop
 from grpo_core.storage.published import FILE
 from grpo_core.storage.run_directory import CONFIG, RunDirectory
 
 T = TypeVar("T")
+RUNS = Path("runs")
+"""The default parent directory of runs."""
 PACE = 1.0
 """Seconds between two looks at a download."""
 LEAST = 5_000_000
@@ -220,8 +222,7 @@ def started_from(run: RunDirectory, config: Config, block: Sequence[str] = ()) -
         return Path(start.path)
 
     try:
-        with ThreadPoolExecutor(1) as thread:  # an event loop may run in this one
-            return thread.submit(asyncio.run, find()).result()
+        return in_own_loop(find())
     except ModelError as error:
         raise ModelError(f"{run.path}: the model that it started from is missing: {error}") from None
 
@@ -275,6 +276,10 @@ def find_target(
             f"{target} is neither a run (there is no {CONFIG} in it) nor a model (there is no config.json)"
             f"{hint}"
         )
+    beside = {each.parent.name for each in path.parent.glob(f"*/{CONFIG}")} if path.parent.name else set()
+    if not path.exists() and (beside or path.parent == RUNS):
+        there = ", ".join(sorted(beside)) or "none"
+        raise ConfigError(f"there is no run {target}.{did_you_mean(path.name, beside)} Runs there: {there}")
     directory = local_directory(target)
     return EvalTarget(name=target, model=Path(directory), version=0, table={"model": {"path": directory}})
 
@@ -288,8 +293,9 @@ def without_overridden(
     tasks.
     """
     table = replace_parts(configured, changes)
-    if tasks:
+    if tasks:  # their paths count from here
         table.pop("tasks", None)
+        table.pop("directory", None)
         table["validation"] = {k: v for k, v in table.get("validation", {}).items() if k != "sets"}
     if "name" in changes.get("engine", {}):
         table["validation"] = {k: v for k, v in table.get("validation", {}).items() if k != "engine"}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,15 +12,14 @@ from typing import Any, Literal, TypeVar, cast
 
 from attrs import define, evolve, field
 
-from grpo_core.app.gpus import Devices
 from grpo_core.app.model_sources import StartModelSource, model_source
-from grpo_core.app.placement import Placement
+from grpo_core.app.placement import Devices, Placement
 from grpo_core.config import Config, EngineConfig, PluginChoice, ScoreConfig, TrainerConfig, ValidationConfig
 from grpo_core.config.run import RolloutConfig, TrainerSetup, needed_scores
 from grpo_core.contracts import protocols
 from grpo_core.contracts.errors import ConfigError, SelectionError
 from grpo_core.contracts.events import Event
-from grpo_core.contracts.loss import LossSetting, Remark, hints_of, needs_of, remarks_of
+from grpo_core.contracts.loss import LossSetting, Remark, hints_of, needs_of, problems_of, remarks_of
 from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.protocols import (
     AdvantageFunction,
@@ -75,7 +72,7 @@ EXTRA_GROUPS = 20
 """Default limit of filtered groups for each group of a step."""
 
 PROMPTS = 12
-"""Number of prompts that the canary begins with."""
+"""Number of prompts of all tasks whose ends, where replies begin, the canary begins with."""
 
 
 @define(eq=False, slots=False)
@@ -102,11 +99,6 @@ class Parts:
     async def aclose(self) -> None:
         """Close all that was made, the last part first."""
         await self._made.aclose()
-
-    def close(self) -> None:
-        """Do the same where no event loop may run."""
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(asyncio.run, self.aclose()).result()
 
     # ------------------------------------------------------------------------------ places
 
@@ -338,19 +330,20 @@ class Parts:
         """Make the trainer, not yet started."""
         return cast(Trainer, self._make("trainer", self.config.trainer, setup))
 
-    def trainer_setup(self, model: str) -> TrainerSetup:
-        """Make the part of the trainer's setup that the configuration determines.
+    def trainer_setup(self, model: str, **started: Any) -> TrainerSetup:
+        """Make the trainer's setup.
 
         Args:
             model: directory of the model that the run starts from.
+            started: what the configuration does not determine.
         """
         config = self.config
+        known: dict[str, Any] = {"scores": self.scores, **started}
         return TrainerSetup(
             sections=config.sections,
             model=evolve(config.model, path=model),
             trainer=config.trainer,
             loss=config.loss,
-            scores=self.scores,
             optimizer=config.optimizer,
             seed=config.seed,
             colocated=config.pipeline.max_staleness > 0,
@@ -360,6 +353,8 @@ class Parts:
             max_non_finite=config.health.max_non_finite,
             plugins=self.plugins.selection.allow,
             block=self.plugins.selection.block,
+            directory=self.plugins.selection.directory,
+            **known,
         )
 
     def renderer(self, model: str, engines: Iterable[EngineConfig]) -> Renderer:
@@ -384,19 +379,17 @@ class Parts:
         """The loss, with its options.  Raises ConfigError or PluginError if it cannot be made."""
         return self.plugins.function("loss", self.config.loss.name, **self.config.loss.options)
 
-    @property
-    def loss_setting(self) -> LossSetting:
-        """The settings that options of the loss are checked against."""
-        return LossSetting(
-            proximal=self.config.trainer.proximal,
-            updates_per_step=self.config.trainer.updates_per_step,
-            max_staleness=self.config.pipeline.max_staleness,
+    def loss_remarks(self) -> list[Remark]:
+        """Return remarks about the loss; raise ConfigError if its options contradict other sections."""
+        loss, config = self.loss, self.config
+        setting = LossSetting(
+            proximal=config.trainer.proximal,
+            updates_per_step=config.trainer.updates_per_step,
+            max_staleness=config.pipeline.max_staleness,
         )
-
-    @property
-    def remarks(self) -> list[Remark]:
-        """Remarks about the options of the loss."""
-        return remarks_of(self.loss.function, self.loss.options, self.loss_setting)
+        if problems := problems_of(loss.function, loss.options, setting):
+            raise ConfigError(f"loss {config.loss.name!r}: " + "; ".join(problems))
+        return remarks_of(loss.function, loss.options, setting)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -407,11 +400,6 @@ class Parts:
     def scores(self) -> dict[str, ScoreConfig]:
         """The scores that the loss needs, by name."""
         return needed_scores(self.config.scores, self.needs)
-
-    @property
-    def all_rows(self) -> bool:
-        """Whether rows with advantage 0 are trained, as set by the configuration or the loss."""
-        return self.config.loss.all_rows or "all_rows" in self.needs
 
     @cached_property
     def sampler(self) -> Sampler:
@@ -430,14 +418,6 @@ class Parts:
         known: dict[str, Any] = {"seed": self.config.seed, "weights": weights}
         options = {key: value for key, value in known.items() if key in takes}
         return cast(Sampler, self._make("sampler", chosen, **options))
-
-    def advantages(self) -> AdvantageFunction:
-        """Make the advantage function, clipped as its section sets."""
-        chosen = self.config.advantage
-        function: AdvantageFunction = self.plugins.function("advantage", chosen.name, **chosen.options)
-        if chosen.clip_low is None and chosen.clip_high is None:
-            return function
-        return Clipped(function, chosen.clip_low, chosen.clip_high)
 
     def shaping(self) -> Shaping | None:
         """Make the shaping of rewards from a plugin's section, or None."""
@@ -508,8 +488,11 @@ class Parts:
         )
 
     def learning(self) -> Learning:
-        """Make the advantages, the hints and the filters."""
-        loss, section = self.loss, self.config.rollout
+        """Make the advantages, clipped as their section sets, the hints and the filters."""
+        loss, section, chosen, needs = self.loss, self.config.rollout, self.config.advantage, self.needs
+        advantages: AdvantageFunction = self.plugins.function("advantage", chosen.name, **chosen.options)
+        if chosen.clip_low is not None or chosen.clip_high is not None:
+            advantages = Clipped(advantages, chosen.clip_low, chosen.clip_high)
         hints = Hints(
             choose=hints_of(loss.function, loss.options),
             who=str(loss),
@@ -517,12 +500,12 @@ class Parts:
             max_tokens=section.max_hint_tokens,
         )
         return Learning(
-            advantages=self.advantages(),
-            all_rows=self.all_rows,
+            advantages=advantages,
+            all_rows=self.config.loss.all_rows or "all_rows" in needs,
             shaping=self.shaping(),
             dynamic=self.dynamic(),
             hints=hints if any(score.hint for score in self.scores.values()) else None,
-            needs_hints="hints" in self.needs,
+            needs_hints="hints" in needs,
         )
 
     def checks(
@@ -533,9 +516,11 @@ class Parts:
     ) -> Checks:
         """Make the checks that end a run which cannot learn."""
         config = self.config.health
+        some = [prompt for part in prompts.values() for prompt in part[: max(1, PROMPTS // len(prompts))]]
+        ends = [tuple(renderer.prompt_ids(each.messages)[-LENGTH:]) for each in some[:PROMPTS]]
         return Checks(
             observe_attempt=self.budgets(environments),
-            canary=canary_prompts(prompts, renderer),
+            canary=[ids for ids in dict.fromkeys(ends) if ids and max(ids) < renderer.vocabulary],
             tolerance=self.canary_tolerance(self.config.engine),
             limits={
                 "logprob_diff_mean": Thresholds(*config.logprob_diff),
@@ -547,7 +532,7 @@ class Parts:
             correction=", ".join(
                 f"loss.options.{name} = {value!r}" for name, value in self.config.loss.options.items()
             ),
-            uncorrected=next((each.message for each in self.remarks if each.costs), ""),
+            uncorrected=next((each.message for each in self.loss_remarks() if each.costs), ""),
         )
 
     def schedule(self, *, began: float = 0.0) -> Schedule:
@@ -655,13 +640,6 @@ def intervals(config: ValidationConfig) -> list[Interval]:
     """Return when the tasks and each set are measured."""
     each = (config, *map(config.of_set, config.sets))
     return [Interval(section.every, section.at_start) for section in each]
-
-
-def canary_prompts(prompts: Mapping[str, Sequence[Prompt]], renderer: Renderer) -> list[tuple[int, ...]]:
-    """Encode the ends of some prompts of all tasks, where replies begin."""
-    some = [prompt for part in prompts.values() for prompt in part[: max(1, PROMPTS // len(prompts))]]
-    encoded = [tuple(renderer.prompt_ids(prompt.messages)[-LENGTH:]) for prompt in some[:PROMPTS]]
-    return [ids for ids in dict.fromkeys(encoded) if ids and max(ids) < renderer.vocabulary]
 
 
 def check_loaders(config: Config, loaders: Mapping[str, LookAhead], sampler: Sampler) -> None:

@@ -7,11 +7,9 @@ from functools import partial
 from types import MappingProxyType
 
 import numpy as np
-from attrs import evolve, field, frozen
+from attrs import evolve
 from numpy.typing import NDArray
 
-from grpo_core.app.model_sources import StartModel
-from grpo_core.config import Config
 from grpo_core.contracts.errors import ConfigError, ModelError, PluginError
 from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.records import Episode, Prompt
@@ -90,81 +88,56 @@ async def left_out(
     return [prompt for place, prompt in enumerate(prompts) if place not in found], message
 
 
-@frozen(kw_only=True, eq=False)
-class RunPrompts:
-    """The prompts of a run."""
+async def short_enough(
+    most: int,
+    prompts: Mapping[str, Sequence[Prompt]],
+    held_out: Sequence[HeldOut],
+    environments: Mapping[str, EnvironmentClient],
+    renderer: Renderer,
+    loaders: Mapping[str, LookAhead] = NO_LOADERS,
+) -> tuple[Mapping[str, Sequence[Prompt]], Sequence[HeldOut], dict[str, str]]:
+    """Return the prompts with at most ``most`` tokens (0: all), and messages about the others, by cause.
 
-    prompts: Mapping[str, Sequence[Prompt]] = field(factory=dict)
-    """Training prompts by task."""
-    held_out: Sequence[HeldOut] = ()
+    Loaders that read ahead leave out prompts that are too long when they read them.
 
-    async def short_enough(
-        self,
-        most: int,
+    Raises ConfigError if none are left of a task or set.
+    """
+    messages: dict[str, str] = {}
+    if not most:
+        return prompts, held_out, messages
+
+    async def kept(
+        prompts: Mapping[str, Sequence[Prompt]],
         environments: Mapping[str, EnvironmentClient],
-        renderer: Renderer,
+        who: str,
+        cause: str,
         loaders: Mapping[str, LookAhead] = NO_LOADERS,
-    ) -> tuple[RunPrompts, dict[str, str]]:
-        """Return the prompts with at most ``most`` tokens (0: all), and messages about the others, by cause.
+    ) -> dict[str, Sequence[Prompt]]:
+        left = dict(prompts)
+        for name, own in prompts.items():
+            if not own or environments[name].player is not None:
+                continue
+            tools = await shown_tools(environments[name], own)
+            if name in loaders:
+                loaders[name].keep(partial(_fits, most, renderer, tools))
+                left[name] = await loaders[name].first(len(own))
+                continue
+            left[name], message = await left_out(f"{who} {name!r}", own, most, renderer, tools)
+            if message:
+                messages[f"{cause}/{name}"] = f"{who} {name!r}: {message}"
+        return left
 
-        Loaders that read ahead leave out prompts that are too long when they read them.
-
-        Raises ConfigError if none are left of a task or set.
-        """
-        messages: dict[str, str] = {}
-        if not most:
-            return self, messages
-
-        async def kept(
-            prompts: Mapping[str, Sequence[Prompt]],
-            environments: Mapping[str, EnvironmentClient],
-            who: str,
-            cause: str,
-        ) -> dict[str, Sequence[Prompt]]:
-            left = dict(prompts)
-            for name, own in prompts.items():
-                if own and environments[name].player is None:
-                    tools = await shown_tools(environments[name], own)
-                    left[name], message = await left_out(f"{who} {name!r}", own, most, renderer, tools)
-                    if message:
-                        messages[f"{cause}/{name}"] = f"{who} {name!r}: {message}"
-            return left
-
-        read = {name: own for name, own in self.prompts.items() if name not in loaders}
-        prompts = await kept(read, environments, "task", "prompts_left_out")
-        for name, loader in loaders.items():
-            prompts[name] = own = self.prompts[name]
-            if environments[name].player is None:
-                tools = await shown_tools(environments[name], own)
-                loader.keep(partial(_fits, most, renderer, tools))
-                prompts[name] = await loader.first(len(own))
-        held_out = [
-            evolve(
-                part,
-                prompts=await kept(part.prompts, part.environments, "validation of", "held_out_left_out"),
-            )
-            for part in self.held_out
-        ]
-        return RunPrompts(prompts=prompts, held_out=held_out), messages
+    left = await kept(prompts, environments, "task", "prompts_left_out", loaders)
+    parts = [
+        evolve(one, prompts=await kept(one.prompts, one.environments, "validation of", "held_out_left_out"))
+        for one in held_out
+    ]
+    return left, parts, messages
 
 
 def _fits(most: int, renderer: Renderer, tools: Tools, prompt: Prompt) -> bool:
     """Return whether a prompt has at most ``most`` tokens."""
     return len(renderer.prompt_ids(prompt.messages, tools)) <= most
-
-
-def has_tokenizer(config: Config, start: StartModel) -> bool:
-    """Return whether a model's tokenizer exists before the trainer has started.
-
-    Raises ConfigError if it does not, and the number of steps depends on prompt lengths.
-    """
-    if start.prepare is not None and config.trainer.epochs:
-        raise ConfigError(
-            f"rollout.max_prompt_tokens with trainer.epochs: the model {config.model.path!r} is made when "
-            "the run starts, so the number of remaining prompts is not known before; set trainer.steps "
-            "instead of trainer.epochs"
-        )
-    return start.prepare is None
 
 
 async def shown_tools(environment: EnvironmentClient, prompts: Sequence[Prompt]) -> Tools:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,18 @@ from typing import Any
 from attrs import evolve, frozen
 
 from grpo_core.app import provenance
-from grpo_core.app.launch import RUNS, configure_target, new_directory, unused
-from grpo_core.app.model_sources import EvalTarget, ModelRequest, StartModel, find_target, with_max_tokens
+from grpo_core.app.launch import configure_target, new_directory, unused
+from grpo_core.app.make import preflight
+from grpo_core.app.model_sources import (
+    RUNS,
+    EvalTarget,
+    ModelRequest,
+    StartModel,
+    find_target,
+    with_max_tokens,
+)
 from grpo_core.app.parts import Parts, sampling_params
-from grpo_core.app.preflight import preflight, preflight_async
-from grpo_core.app.prompts import RunPrompts
+from grpo_core.app.prompts import short_enough
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, ValidationConfig, as_toml
 from grpo_core.contracts import protocols
@@ -33,7 +40,7 @@ from grpo_core.engines.text import PlayingText, TextRenderer, without_tokens
 from grpo_core.loop.metrics import validation_metrics
 from grpo_core.loop.rollout import RolloutRequest, derive_seed, play
 from grpo_core.plugins.host import NO_OFFERS, Offers
-from grpo_core.processes.aio import gather
+from grpo_core.processes.aio import gather, in_own_loop
 from grpo_core.processes.child import scratch_directory
 from grpo_core.processes.cores import thread_count
 from grpo_core.processes.secrets import masked
@@ -180,7 +187,7 @@ async def _start_engine(
     from grpo_core.weights.shm import SharedMemoryWriter
 
     config, (section,) = parts.config, parts.engines.values()
-    for _, odd in await preflight_async(parts, model=path):
+    for _, odd in await preflight(parts, model=path):
         status(f"warning: {odd}")
     await asyncio.to_thread(lambda: parts.devices)  # may import torch
     (engine,) = parts.make_engines(str(path)).values()
@@ -293,24 +300,30 @@ class Measurement:
         parts, only = self.parts, self.only
         config = parts.config
         sets = [name for name in config.validation.sets if name in only or not only]
-        held_out: list[HeldOut] = []
+        found: Sequence[HeldOut] = ()
 
         async def look(tasks: Tasks) -> None:
-            held_out.extend(await _held_out(config, tasks, sets, only))
+            nonlocal found
+            wanted = [name for name in config.tasks if name in only or not only]
+            found = await tasks.held_out(config.validation, sets, wanted)
+            if wanted and (empty := [name for name, own in found[0].prompts.items() if not own]):
+                said = ", ".join(map(repr, empty))
+                raise ConfigError(f"task {said}: there are no prompts for validation")
 
         async with start_session(parts, self.target, status, sets=sets, look=look) as session:
-            renderer, found = session.renderer, RunPrompts(held_out=held_out)
+            renderer = session.renderer
             if isinstance(renderer, Renderer):  # a model's renderer
-                found, messages = await found.short_enough(config.rollout.max_prompt_tokens, {}, renderer)
-                odd = await preflight_async(parts, renderer=renderer, held_out=found.held_out)
+                most = config.rollout.max_prompt_tokens
+                _, found, messages = await short_enough(most, {}, found, {}, renderer)
+                odd = await preflight(parts, renderer=renderer, held_out=found)
                 for _, message in [*messages.items(), *odd]:
                     status(message)
-            for part in found.held_out:
+            for part in found:
                 there, wanted = max(map(len, part.prompts.values()), default=0), part.config.prompts
                 if there < wanted != ValidationConfig().prompts:  # somebody has chosen it
                     status(f"validation.prompts = {wanted}: there are {there}, and all of them are measured")
             status("validating")
-            validation = parts.validation(found.held_out, session.engine, renderer, emit=emit)
+            validation = parts.validation(found, session.engine, renderer, emit=emit)
             return await validation.measure(self.target.version, validation.parts)
 
 
@@ -355,7 +368,7 @@ def prepare(
             f"--only {unknown[0]}: is neither a task nor a validation set; expected one of {', '.join(known)}"
         )
     if chosen.model is not None:
-        preflight(parts, model=chosen.model)
+        in_own_loop(preflight(parts, model=chosen.model))
     if output is None:
         now = datetime.now().strftime("%Y%m%d-%H%M%S")
         in_run = Path(target, "validated", now) if target and Path(target, CONFIG).is_file() else None
@@ -367,18 +380,3 @@ def prepare(
         parts.config = evolve(config, tasks=tasks_of)
     directory = new_directory(output)
     return Measurement(config=config, parts=parts, target=chosen, only=only, directory=directory)
-
-
-async def _held_out(
-    config: Config, tasks: Tasks, sets: Sequence[str], only: Collection[str]
-) -> list[HeldOut]:
-    """Return the held-out prompts to measure.  Raises ConfigError if a task has none."""
-    wanted = [name for name in config.tasks if name in only or not only]
-    held_out = await tasks.held_out(config.validation, sets, tasks=bool(wanted))
-    if not wanted:
-        return held_out
-    plain, *of_sets = held_out
-    prompts = {name: plain.prompts[name] for name in wanted}
-    if empty := [name for name, own in prompts.items() if not own]:
-        raise ConfigError(f"task {', '.join(map(repr, empty))}: there are no prompts for validation")
-    return [evolve(plain, prompts=prompts), *of_sets]

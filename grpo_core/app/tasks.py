@@ -105,14 +105,19 @@ class Tasks:
         loaders = {name: self.data[name].loader for name in self.environments}
         return {name: loader for name, loader in loaders.items() if loader is not None}
 
-    async def prompts(self, split: str, first: int = FIRST) -> dict[str, Sequence[Prompt]]:
-        """Return each task's prompts, or the first of them.  Raises PluginError, ConfigError.
+    async def prompts(
+        self, split: str, first: int = FIRST, tasks: Collection[str] | None = None
+    ) -> dict[str, Sequence[Prompt]]:
+        """Return the prompts of these tasks, by default all, or the first of them.
+
+        Raises PluginError, ConfigError.
 
         Args:
             first: number of next prompts to read where they are read ahead.
         """
-        found = await gather(self.data[name].prompts(split, first) for name in self.environments)
-        return dict(zip(self.environments, found, strict=True))
+        names = self.environments if tasks is None else tasks
+        found = await gather(self.data[name].prompts(split, first) for name in names)
+        return dict(zip(names, found, strict=True))
 
     async def prompts_of(self, task: str, split: str) -> Sequence[Prompt]:
         """Return the prompts of one task, or some of them.  Raises PluginError, ConfigError."""
@@ -124,10 +129,10 @@ class Tasks:
         return len(prompts) if loader is None else loader.size or 0
 
     async def held_out(
-        self, validation: ValidationConfig, names: Collection[str], *, tasks: bool
+        self, validation: ValidationConfig, sets: Collection[str], tasks: Collection[str]
     ) -> list[HeldOut]:
-        """Return the prompts of all tasks, if wanted, and of the named sets."""
-        of_tasks = await self.prompts("validation", validation.prompts) if tasks else {}
+        """Return the held-out prompts of these tasks, if there are any, and of these sets."""
+        of_tasks = await self.prompts("validation", validation.prompts, tasks)
         plain = HeldOut(
             config=validation,
             prompts=of_tasks,
@@ -154,7 +159,7 @@ class Tasks:
             prompts = [evolve(prompt, environment=name) for prompt in part.measured()[name]]
             return evolve(part, prompts={name: prompts})
 
-        return [*([plain] if tasks else []), *await gather(map(of_set, names))]
+        return [*([plain] if tasks else []), *await gather(map(of_set, sets))]
 
 
 def make_environment(name: str, task: TaskConfig, parts: Parts, log: Path | None = None) -> EnvironmentPool:

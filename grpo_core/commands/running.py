@@ -11,7 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from grpo_core.app import build, session
-from grpo_core.app.launch import RUNS, continued, new_run, tasks_of
+from grpo_core.app.launch import continued, new_run, tasks_of
+from grpo_core.app.model_sources import RUNS
 from grpo_core.commands.complaints import NEXT, complain, say, to_a_reader
 from grpo_core.config import check_settings, merge, parse_settings, read_toml
 from grpo_core.config.run import steps_of_profile

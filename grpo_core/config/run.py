@@ -34,18 +34,6 @@ class PluginChoice:
     """Options of the offer's factory."""
 
 
-def options_of(kind: str, key: str) -> Mapping[str, Any]:
-    """Return the metadata of a key with the options of an offer, which another key of the table names.
-
-    Paths in them become absolute, as in all options.
-
-    Args:
-        kind: kind of the offer, such as "environment".
-        key: the key that names the offer.
-    """
-    return {"options_of": (kind, key)}
-
-
 # ---------------------------------------------------------------------------------- models, and scores
 
 
@@ -280,12 +268,12 @@ class EngineConfig(PluginChoice):
     gpus: list[int] = field(factory=list)
     """GPUs of this machine for the engines, shared evenly among `workers`: with two workers, `[0, 1, 2, 3]`
     gives the first engine 0 and 1.  If the list is empty, they share all GPUs but the trainer's."""
-    gpus_per_worker: float = field(default=0.0, validator=ge(0))
+    gpus_per_worker: float = field(default=0.0, validator=ge(0), metadata=only_with(CLUSTER))
     """Number of GPUs of each engine worker in a cluster; with 0, a worker sees none."""
     placement: Literal["pack", "spread"] = field(default="pack", metadata=only_with(CLUSTER))
     """Place the engine workers of a cluster on as few machines as possible ("pack") or on as many
     ("spread")."""
-    env_vars: dict[str, str] = field(factory=dict)
+    env_vars: dict[str, str] = field(factory=dict, metadata=only_with(CLUSTER))
     """Environment variables of each engine worker of a cluster, set before the engine's plugin is loaded.
     `$NAME` in a value stands for the variable NAME of this process, and `$$` for a dollar sign."""
     transport: str = "auto"
@@ -782,6 +770,8 @@ class Config(WithSections):
     """Seed of everything that is random in the run."""
     plugins: list[str] | None = None
     """Names of the plugins that may be loaded; by default all installed ones may."""
+    directory: str = ""
+    """Directory from which relative paths in options count; a run has the one in which it was started."""
     tasks: dict[str, TaskConfig] = field(factory=dict)
     """Tasks by name; each is a source of prompts with its environment. A name has up to 64 letters (a to z),
     digits and the characters `.`, `_`, `-`, since files are named after it."""
@@ -879,6 +869,8 @@ class TrainerSetup(WithSections):
     """Allow-list of the plugins that a loss may come from; None allows all."""
     block: tuple[str, ...] = ()
     """Plugins that are not imported."""
+    directory: str = ""
+    """Directory from which relative paths in options count."""
     env_vars: Mapping[str, str] = field(factory=dict)
     """Environment variables of the trainer's process, such as the ones that select its GPU."""
     shares_gpu: bool = False

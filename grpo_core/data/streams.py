@@ -377,7 +377,7 @@ class Reader:
     def read(
         self, selection: PluginSelection, name: str, split: str, options: Mapping[str, Any], who: str
     ) -> Reading:
-        host = PluginHost.discover(selection.allow, selection.block)
+        host = PluginHost.of(selection)
         return read(lambda: host.make("dataloader", name, split, **options), who)
 
 

@@ -84,3 +84,17 @@ def engine_metrics(engine: Engine) -> Mapping[str, float]:
     """Return an engine's own metrics; empty if it has none."""
     read: Callable[[], Mapping[str, float]] = getattr(engine, "metrics", dict)
     return read()
+
+
+def metrics_of(engines: Mapping[str, Engine]) -> dict[str, float]:
+    """Return the metrics of engines by their sections, as ``engine_NAME/ENGINE``.
+
+    ENGINE is ``engine`` or ``validation_engine``; in a pool its number follows, such as ``engine_0``.
+    """
+    found: dict[str, float] = {}
+    for section, engine in engines.items():
+        of = section.replace(".", "_")
+        for name, value in engine_metrics(engine).items():
+            metric, _, member = name.partition("/")
+            found[f"engine_{metric}/{of.removesuffix('engine')}{member or 'engine'}"] = value
+    return found

@@ -74,10 +74,10 @@ from typing import TYPE_CHECKING
 from grpo_core.plugins.lazy import attach
 
 if TYPE_CHECKING:
-    from grpo_core.app.gpus import Devices as Devices
     from grpo_core.app.model_sources import ModelRequest as ModelRequest
     from grpo_core.app.model_sources import StartModel as StartModel
     from grpo_core.app.model_sources import watched as watched
+    from grpo_core.app.placement import Devices as Devices
     from grpo_core.app.placement import Placement as Placement
     from grpo_core.config import Config as Config
     from grpo_core.config import as_table as as_table

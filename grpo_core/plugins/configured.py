@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from attrs import evolve
+
 from grpo_core.config import Config, as_table, build, merge, replace_parts
 from grpo_core.config.reading import problems
+from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.records import WithSections
 from grpo_core.plugins.files import FILE_PREFIX
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
 from grpo_core.plugins.loading import load_object
+from grpo_core.plugins.selection import PluginSelection
 
 
 def configured(
@@ -40,10 +45,18 @@ def configured(
     if found := list(problems(list[str] | None, allow, "plugins")):
         raise ConfigError("\n".join(found))
     host = PluginHost.discover(allow, block, elsewhere=stored)
+    host.selection = evolve(host.selection, directory=table.get("directory") or os.getcwd())
     host.add(offers)
     for name in _names(table):
         host.load_file(name)
     return build([table], host.sections), host
+
+
+def host_of(config: Config | TrainerSetup, block: Sequence[str] = ()) -> PluginHost:
+    """Load the plugins that a configuration, or the setup of a trainer, allows."""
+    allow = None if config.plugins is None else tuple(config.plugins)
+    selection = PluginSelection(allow=allow, block=tuple(block), directory=config.directory)
+    return PluginHost.of(selection)
 
 
 def changed(config: Config, changes: Mapping[str, Any], host: PluginHost) -> Config:

@@ -28,6 +28,7 @@ from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pluggy
+from attrs import evolve
 
 from grpo_core._version import __version__
 from grpo_core.contracts import hookspecs
@@ -145,7 +146,9 @@ class PluginHost:
     @classmethod
     def of(cls, selection: PluginSelection) -> PluginHost:
         """The plugins that another process of the run loads."""
-        return cls.discover(selection.allow, selection.block, elsewhere=selection.elsewhere)
+        host = cls.discover(selection.allow, selection.block, elsewhere=selection.elsewhere)
+        host.selection = evolve(host.selection, directory=selection.directory)
+        return host
 
     @classmethod
     def current(cls) -> PluginHost:
@@ -193,12 +196,12 @@ class PluginHost:
         selected = self.find(kind, name)
         factory = selected.load()
         check_requirements(selected)
-        args = (*args_with_paths(selected, factory), *args)
+        args = (*args_with_paths(selected, factory, self.selection.directory), *args)
         options = with_values(selected, factory, options)
         check_options(selected, factory, options, given=len(args))
         making = _making.set(self)
         try:
-            return factory(*args, **with_paths(factory, options))
+            return factory(*args, **with_paths(factory, options, self.selection.directory))
         except (ConfigError, ValueError, TypeError) as error:
             raise SelectionError(f"{selected}: cannot be made: {describe(error)}") from error
         except (Exception, SystemExit) as error:  # a plugin's code may call sys.exit
@@ -216,7 +219,7 @@ class PluginHost:
         function = selected.load()
         options = with_values(selected, function, options)
         check_options(selected, function, options, given=None, more=_more_options(selected))
-        return Bound(selected, function, with_paths(function, options))
+        return Bound(selected, function, with_paths(function, options, self.selection.directory))
 
     def check_options(self, kind: Kind, name: str, options: Mapping[str, Any]) -> None:
         """Check a choice of the configuration without making anything.
@@ -256,7 +259,8 @@ class PluginHost:
         named = inspect.signature(check).parameters
         known = {key: value for key, value in known.items() if key in named}
         try:
-            check(**known, **with_paths(factory := selected.load(), with_values(selected, factory, options)))
+            options = with_values(selected, factory := selected.load(), options)
+            check(**known, **with_paths(factory, options, self.selection.directory))
         except ValueError as error:
             raise SelectionError(f"{selected}: {one_line(error)}") from error
 

@@ -15,6 +15,8 @@ class PluginSelection:
     """Names of plugins or distributions that are not imported."""
     elsewhere: bool = False
     """Whether it was made for another interpreter, where its plugins may not be installed."""
+    directory: str = ""
+    """Directory from which relative paths in options count; empty: the working directory."""
 
 
 ALL_PLUGINS = PluginSelection()

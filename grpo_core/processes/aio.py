@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -203,6 +204,12 @@ def to_the_end(main: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(interruptible())
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
+
+
+def in_own_loop(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end on another thread: an event loop may run on this one."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(contextvars.copy_context().run, asyncio.run, main).result()
 
 
 class Changes:

@@ -29,6 +29,7 @@ import contextlib
 import itertools
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -37,6 +38,7 @@ import tempfile
 import threading
 import traceback
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -95,6 +97,23 @@ def descendants(pid: int, but: Collection[int] = ()) -> Iterator[int]:
             for child in map(int, path.read_text().split()):
                 if child not in but:
                     yield from descendants(child, but)
+
+
+def memory() -> dict[str, float]:
+    """Return the resident memory in MiB of the run's processes on this machine, as ``memory/PROCESS``.
+
+    A process includes its descendants, and processes of the same name are summed.  Shared memory counts for
+    each process.  Empty without ``/proc``.
+    """
+    found: dict[str, float] = defaultdict(float)
+    named = living()
+    for pid, name in [(os.getpid(), "main"), *named.items()]:
+        metric = "memory/" + re.sub(r"\W+", "_", name).strip("_")  # such as "environment_of_task_sort"
+        for each in descendants(pid, named.keys() if name == "main" else ()):
+            with contextlib.suppress(OSError, IndexError):  # it has ended
+                pages = int(Path(f"/proc/{each}/statm").read_text().split()[1])
+                found[metric] += pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return {name: mib for name, mib in found.items() if mib}
 
 
 class Child:

@@ -28,7 +28,7 @@ from grpo_core.loop.schedule import schedule
 from grpo_core.losses.aggregation import row_weights
 from grpo_core.losses.entropy import EntropyControl
 from grpo_core.models.files import published_dtype
-from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.configured import host_of
 from grpo_core.plugins.loading import load_object
 from grpo_core.plugins.transports import find_transport
 from grpo_core.processes import cpu
@@ -87,7 +87,7 @@ class TorchTrainer:
         self.device = self.place()
         if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)  # otherwise some calls would allocate on the first GPU
-        host = PluginHost.discover(setup.plugins, setup.block)
+        host = host_of(setup, setup.block)
         transport = find_transport(setup.transport, host, setup.transport_options)
         leaves = transport.remote and not is_loopback(transport.host)
         self._ranks = self.join(leaves=leaves)

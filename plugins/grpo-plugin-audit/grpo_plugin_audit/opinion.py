@@ -12,7 +12,6 @@ import random
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from grpo_core.app.tasks import Tasks
 from grpo_core.config import TaskConfig
 from grpo_core.contracts.incidents import lines_of_incidents
 from grpo_core.kit import Config, PluginHost, report, reported_to
+from grpo_core.processes.aio import in_own_loop
 from grpo_plugin_audit.evidence import Evidence
 from grpo_plugin_audit.rejudging import Judged, judge
 from grpo_plugin_audit.section import AuditConfig
@@ -74,8 +74,7 @@ def checked(config: Config, host: PluginHost) -> list[str]:
             raise ConfigError(f"audit.tasks: there is no task {name!r}.{near}")
     task = _task(audit)
     check_task(f"tasks.{NAME}", task, _in_children(config, host, {NAME: task}))
-    with ThreadPoolExecutor(1) as thread:  # the caller may run an event loop in this thread
-        return thread.submit(asyncio.run, _checked(audit, config, host)).result()
+    return in_own_loop(_checked(audit, config, host))
 
 
 async def _checked(audit: AuditConfig, config: Config, host: PluginHost) -> list[str]:

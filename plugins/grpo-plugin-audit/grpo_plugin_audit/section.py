@@ -7,8 +7,6 @@ from typing import Any
 from attrs import field, frozen
 from attrs.validators import ge, gt, lt
 
-from grpo_core.config.run import options_of
-
 
 @frozen(kw_only=True)
 class AuditConfig:
@@ -17,7 +15,7 @@ class AuditConfig:
     second_opinion: str = ""
     """Name of an environment that judges a small random part of the trained successes again, such as a
     stricter reward for the same prompts; there is a warning if it refuses too many of them."""
-    options: dict[str, Any] = field(factory=dict, metadata=options_of("environment", "second_opinion"))
+    options: dict[str, Any] = field(factory=dict)
     """Options of the second environment's factory."""
     success: float | None = None
     """Smallest reward of a success in the second environment, instead of the one that it declares."""

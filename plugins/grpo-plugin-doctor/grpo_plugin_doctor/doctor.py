@@ -22,7 +22,7 @@ from grpo_core.app import launch
 from grpo_core.app.make import make
 from grpo_core.app.parts import Parts
 from grpo_core.config import parse_settings, read_toml
-from grpo_core.kit import Config, PluginHost, files, inert, scratch_directory
+from grpo_core.kit import Config, PluginHost, aio, files, inert, scratch_directory
 from grpo_core.plugins.options import AsJson, Settings, Words
 from grpo_plugin_doctor import Health, machine, memory
 
@@ -249,7 +249,7 @@ def _of_plugins(host: PluginHost) -> Iterator[Check]:
 def _of_configuration(config: Config, host: PluginHost, gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
     about = f"{', '.join(config.tasks) or 'no task'} with model {config.model.path}"
     try:
-        make(config, host).close()
+        aio.in_own_loop(make(config, host).aclose())
     except GrpoError as error:
         yield Check(name="configuration", found=about, status="problem", advice=str(error))
     else:

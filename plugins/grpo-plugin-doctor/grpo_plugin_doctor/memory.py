@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve, frozen
 
 from grpo_core import ConfigError, EngineLoad, GrpoError, MemoryPart, ModelError
-from grpo_core.app import gpus as gpu_choice
+from grpo_core.app import placement as gpu_choice
 from grpo_core.app.model_sources import scoring_model
 from grpo_core.app.parts import Parts, engine_dtype
 from grpo_core.config import EngineConfig, build, parse_settings

@@ -15,7 +15,7 @@ from logged import Logged
 from moe import FAMILIES, make_moe_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from grpo_core.app import gpus, launch
+from grpo_core.app import launch, placement
 from grpo_core.config import ModelConfig, parse_settings
 from grpo_core.contracts.errors import ConfigError, ModelError
 from grpo_core.contracts.records import EngineLoad, MemoryPart
@@ -480,7 +480,7 @@ def test_a_gpu_that_the_trainer_and_the_engine_share_has_to_hold_both(four_billi
 
 def test_a_model_too_small_to_ask_for_gpus_is_checked_on_a_machine_with_several(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(gpus, "visible", lambda: 2)
+    monkeypatch.setattr(placement, "visible", lambda: 2)
     make_tiny_model(tmp_path / "tiny", (), warm_start_steps=0)
     assert checked(tmp_path / "tiny") == []
 

@@ -19,7 +19,7 @@ from attrs import evolve, field, frozen
 
 from grpo_core import ChildDied, ConfigError, EngineError, GrpoError, PluginError
 from grpo_core.contracts.incidents import Incident
-from grpo_core.kit import report
+from grpo_core.kit import PluginSelection, report
 from grpo_core.plugins import offers
 from grpo_core.processes.served import RemoteTraceback
 
@@ -107,27 +107,29 @@ class PluginRequirement:
 
     name: str
     """Name of the offer on a worker."""
-    allow: tuple[str, ...] | None
+    plugins: PluginSelection = field(factory=PluginSelection)
     """Plugins that the worker loads."""
     versions: Mapping[str, str] = field(factory=dict)
 
     @classmethod
-    def of(cls, selected: offers.Selected) -> PluginRequirement:
+    def of(cls, selected: offers.Selected, directory: str = "") -> PluginRequirement:
         plugin = selected.plugin
         installed = (plugin.distribution,) if _version(plugin.distribution) != MISSING else ()
         allow = () if plugin.distribution == "grpo-core" else installed
-        return evolve(cls.software(*installed), name=absolute(selected.name), allow=allow)
+        plugins = PluginSelection(allow=allow, directory=directory)
+        return evolve(cls.software(*installed), name=absolute(selected.name), plugins=plugins)
 
     @classmethod
-    def elsewhere(cls, name: str) -> PluginRequirement:
+    def elsewhere(cls, name: str, directory: str) -> PluginRequirement:
         """Return the requirement for an offer that only another interpreter on the worker can import."""
-        return evolve(cls.software(), name=absolute(name))
+        plugins = PluginSelection(directory=directory)
+        return evolve(cls.software(), name=absolute(name), plugins=plugins)
 
     @classmethod
     def software(cls, *distributions: str) -> PluginRequirement:
         """Return the requirement of Python, grpo-core and other distributions, without a plugin."""
         versions = {"python": _python(), **{name: _version(name) for name in ("grpo-core", *distributions)}}
-        return cls(name="", allow=None, versions=versions)
+        return cls(name="", versions=versions)
 
     def check(self, who: str) -> None:
         """Raise PluginError with the differences to this process, if any."""

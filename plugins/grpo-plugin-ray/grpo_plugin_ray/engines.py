@@ -84,7 +84,7 @@ class EngineWorker:
         os.environ.update(made_from.env_vars)
         made_from.origin.check(self._who)
         _prepare_files(self._who, made_from.setup)
-        host = PluginHost.discover(made_from.origin.allow)
+        host = PluginHost.of(made_from.origin.plugins)
         self._engine = host.make("engine", made_from.origin.name, made_from.setup, **made_from.options)
         return self._who
 

@@ -21,7 +21,7 @@ from grpo_core import (
 from grpo_core.config import EnvironmentConfig
 from grpo_core.contracts.incidents import Incident
 from grpo_core.contracts.records import SessionStart
-from grpo_core.kit import EnvironmentProcess, Judgement, PluginSelection, report, reported_to
+from grpo_core.kit import EnvironmentProcess, Judgement, report, reported_to
 from grpo_plugin_ray.cluster import PluginRequirement, answer_of, call, load, report_again, where
 
 MAX_DEATHS = 3
@@ -58,7 +58,7 @@ class RemoteEnvironment:
             made_from.origin.name,
             made_from.options,
             config=made_from.config,
-            plugins=PluginSelection(allow=made_from.origin.allow),
+            plugins=made_from.origin.plugins,
             log=Path(made_from.log) if made_from.log else None,
         )
 

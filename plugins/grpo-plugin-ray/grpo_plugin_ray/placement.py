@@ -91,10 +91,11 @@ class RayPlacement:
         )
 
     def engine(self, number: int, config: EngineConfig, setup: EngineSetup) -> Engine:
+        directory = self._plugins.selection.directory
         return RayEngine(
             f"engine {number}",
             WorkerSetup(
-                origin=PluginRequirement.of(self._plugins.find("engine", config.name)),
+                origin=PluginRequirement.of(self._plugins.find("engine", config.name), directory),
                 setup=setup,
                 options=config.options,
                 env_vars=({} if config.gpus_per_worker else NO_GPU)
@@ -112,14 +113,15 @@ class RayPlacement:
         return self._store.hold
 
     def environment(self, number: int, spec: EnvironmentSpec) -> EnvironmentWorker:
+        directory = self._plugins.selection.directory
         return RayEnvironment(
             f"environment {spec.task} {number}",
             EnvironmentSetup(
                 task=spec.task,
                 origin=(
-                    PluginRequirement.elsewhere(spec.env)
+                    PluginRequirement.elsewhere(spec.env, directory)
                     if spec.config.python
-                    else PluginRequirement.of(self._plugins.find("environment", spec.env))
+                    else PluginRequirement.of(self._plugins.find("environment", spec.env), directory)
                 ),
                 options=spec.options,
                 config=spec.config,

@@ -100,11 +100,9 @@ def test_the_plugin_without_ray_names_the_command_that_installs_it_and_starts_no
 def test_versions_that_differ_are_named():
     ours = PluginRequirement.of(PluginHost.discover([]).find("engine", "local"))
     ours.check("here")
-    assert ours.allow == (), "no plugin but the core is loaded"
+    assert ours.plugins.allow == (), "no plugin but the core is loaded"
     assert set(ours.versions) == {"python", "grpo-core"}
-    other = PluginRequirement(
-        name="x", allow=None, versions={**ours.versions, "grpo-core": "9.9", "grpo-none": "1"}
-    )
+    other = PluginRequirement(name="x", versions={**ours.versions, "grpo-core": "9.9", "grpo-none": "1"})
     with pytest.raises(PluginError) as refused:
         other.check("engine 3 (elsewhere)")
     assert "engine 3 (elsewhere): " in str(refused.value)

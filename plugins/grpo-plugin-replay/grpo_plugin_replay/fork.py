@@ -17,7 +17,7 @@ from grpo_core.app.parts import Parts
 from grpo_core.commands.complaints import say
 from grpo_core.config import check_settings, parse_settings
 from grpo_core.kit import Config, PluginHost, aio, as_table
-from grpo_core.plugins.configured import changed
+from grpo_core.plugins.configured import changed, host_of
 from grpo_core.plugins.options import Settings, Words
 from grpo_plugin_replay.history import StepRecord, compared, read
 from grpo_plugin_replay.replay import Replayer, batch_of
@@ -100,7 +100,7 @@ async def _fork(
     groups = history.groups(step)
     given = groups if scored is None else rewarded(groups, read_rewards(scored, step), scored)
     check_settings(changes, CHANGEABLE, WHY, but=FIXED)
-    host = PluginHost.discover(recorded.config.plugins, block)
+    host = host_of(recorded.config, block)
     config = changed(recorded.config, changes, host)
     others = reconsidered(groups, given, recorded.config, config, host)
     if scored is None and config == recorded.config:
@@ -243,7 +243,8 @@ def reconsidered(
 ) -> Sequence[Group]:
     """Return the given groups, possibly with new rewards, with the advantages of another configuration."""
     before, after = (
-        (each.advantage, as_table(each).get("shaping"), Parts(each, host).all_rows) for each in (was, now)
+        (each.advantage, as_table(each).get("shaping"), Parts(each, host).learning().all_rows)
+        for each in (was, now)
     )
     if before == after and given is groups:
         return groups

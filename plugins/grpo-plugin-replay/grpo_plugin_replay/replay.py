@@ -17,8 +17,9 @@ from attrs import define, evolve, field, frozen
 
 from grpo_core import Batch, ConfigError, Group, StepResult, Trainer
 from grpo_core.commands.complaints import say
-from grpo_core.kit import Config, PluginHost, aio, scratch_directory
+from grpo_core.kit import Config, aio, scratch_directory
 from grpo_core.loop import rows
+from grpo_core.plugins.configured import host_of
 from grpo_core.plugins.options import Words
 from grpo_plugin_replay.again import saved_before, trainer_again
 from grpo_plugin_replay.history import History, StepRecord, first_metric, first_tensor, read
@@ -178,7 +179,7 @@ class Replayer:
         """Replace the trainer by one that continues from a saved state."""
         await self.stop()
         self._made_for, self._names = config, ()
-        host = PluginHost.discover(config.plugins, self.block)
+        host = host_of(config, self.block)
         log = self.scratch / "trainer.log"
         self._trainer = await trainer_again(
             self.history.run.path, config, host, saved=directory, threads=threads, log=log
