@@ -93,6 +93,17 @@ def test_options_that_are_annotated_as_paths_count_from_where_the_run_was_starte
     assert made(here, {"file": "~/seen"})[0] == Path.home() / "seen"
 
 
+def test_an_option_whose_text_is_also_the_name_of_a_file_stays_that_text(here, monkeypatch):
+    monkeypatch.chdir(here)
+    (here / "train").mkdir()
+    options = {"data": "train", "path": "train", "env": "train", "name": "train"}
+    config = build(
+        [{"tasks": {"one": {"env": "math:sort", "options": options}}, "engine": {"options": options}}]
+    )
+    made = with_absolute_paths(config, PluginHost.discover(()))
+    assert made.tasks["one"].options == made.engine.options == options
+
+
 def test_names_of_files_within_options_are_absolute(here):
     parts = {"mine": {"env": "./mine.py:Mine", "options": {"file": "a.txt"}, "requires": {"right": 1.0}}}
     config = absolute(

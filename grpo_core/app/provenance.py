@@ -31,9 +31,6 @@ from grpo_core.plugins.paths import absolute
 from grpo_core.storage.disk import fingerprint
 from grpo_core.storage.run_directory import PROVENANCE
 
-PATHS = frozenset({"path", "chat_template", "data", "validation_data", "python"})
-"""Keys with a path, or with another name."""
-
 
 def with_absolute_paths(config: Config, host: PluginHost) -> Config:
     """Return the configuration with absolute paths of files, sources, interpreters and models."""
@@ -47,17 +44,26 @@ def with_absolute_paths(config: Config, host: PluginHost) -> Config:
     return evolve(found, model=model, scores=scores)
 
 
-def _absolute(value: Any, key: str = "") -> Any:
-    """Return the value of a key, and all below it, with absolute names and paths."""
+def _absolute(value: Any, *place: str) -> Any:
+    """Return the value at a place of the table, and all below it, with absolute names and paths."""
     if isinstance(value, Mapping):
-        return {_absolute_name(name): _absolute(each, name) for name, each in value.items()}
+        return {_absolute_name(key): _absolute(each, *place, key) for key, each in value.items()}
     if isinstance(value, list):
         return [_absolute(each) for each in value]
     if not isinstance(value, str):
         return value
-    if key in ("env", "name"):  # a command, perhaps, as in "agent:sh ./agent.sh"
-        value = re.sub(r"(?<=[: ])\.\.?/\S+", lambda found: os.path.abspath(found[0]), value)
-    return _existing(value) if key in PATHS and in_file(value) is None else _absolute_name(value)
+    match place:
+        case ("tasks", _, "env") | ("validation", "sets", _, "env"):
+            # a command, perhaps, as in "agent:sh ./agent.sh"
+            value = re.sub(r"(?<=[: ])\.\.?/\S+", lambda found: os.path.abspath(found[0]), value)
+        case (
+            ("model", "path" | "chat_template")
+            | ("environment", "python")
+            | ("tasks", _, "data" | "validation_data" | "python")
+            | ("validation", "sets", _, "data" | "python")
+        ) if in_file(value) is None:
+            return _existing(value)
+    return _absolute_name(value)
 
 
 def plugin_files(config: Config) -> set[Path]:
