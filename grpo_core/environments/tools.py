@@ -14,7 +14,7 @@ from grpo_core.contracts.errors import PluginError, describe, message_of, shorte
 from grpo_core.contracts.protocols import Tool
 from grpo_core.contracts.records import Message
 from grpo_core.contracts.unicode import well_formed
-from grpo_core.processes import bootstrap
+from grpo_core.processes import schemas
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,),
@@ -134,7 +134,7 @@ def tools_of(session: Any) -> list[Callable[..., Any] | Tool]:
 
 @functools.lru_cache(maxsize=1024)
 def _schema(tool: Callable[..., Any], who: str) -> dict[str, Any]:
-    chat_template_utils = bootstrap.chat_template_utils()  # only environments with tools import it
+    chat_template_utils = schemas.chat_template_utils()  # only environments with tools import it
     name = getattr(tool, "__name__", repr(tool))
     try:
         with _no_torch(chat_template_utils):
