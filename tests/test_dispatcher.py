@@ -14,6 +14,7 @@ import time
 from collections import Counter
 
 import pytest
+from attrs import evolve
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -70,7 +71,7 @@ class Worker(FakeEnvironment):
         numbers = [int(episode.reply) for episode in items]
         self.running += slots
         self.most = max(self.most, self.running)
-        assert self.running <= max(1, self.concurrency), "no slot is taken twice"
+        assert self.running <= max(1, self.about.concurrency), "no slot is taken twice"
         self.batches.append(numbers)
         self.times.append(asyncio.get_running_loop().time())
         try:
@@ -241,7 +242,7 @@ def test_whatever_happens_each_gets_the_own_results_and_only_the_culprits_fail(
 ):
     """A negative number makes its call raise, or kills the process with all that runs there."""
     worker = Worker(needs_group=whole)
-    worker.slots, worker.concurrency = slots
+    worker.about = evolve(worker.about, slots=slots[0], concurrency=slots[1])
     alive = [0]
 
     async def call(method, items, taken):
@@ -374,7 +375,7 @@ def test_a_prompt_that_its_service_never_answers_fails_alone_and_the_others_wait
         return failure("never", unavailable=why) if 3 in numbers else None
 
     async def story(ask, worker):
-        worker.slots, worker.concurrency = slots
+        worker.about = evolve(worker.about, slots=slots[0], concurrency=slots[1])
         calls = [ask(number, wait=number / 2, prompt=f"prompt {number % 9}") for number in range(40)]
         found = await asyncio.gather(*calls)
         assert [each for (each,) in found] == ["never" if i == 3 else i * i for i in range(40)]
@@ -390,7 +391,7 @@ def test_a_service_that_hangs_costs_no_reply(slots):
         return None if here < 10 or here > 100 else failure("late", unavailable=LATE, cancelled=True)
 
     async def story(ask, worker):
-        worker.slots, worker.concurrency = slots
+        worker.about = evolve(worker.about, slots=slots[0], concurrency=slots[1])
         await ask(99)
         await asyncio.sleep(10.0)
         found = await asyncio.gather(*(ask(number) for number in range(8)))

@@ -377,7 +377,7 @@ def test_an_environment_runs_in_a_process_without_cuda(scenes):
         )
         assert here == cuda == Judgement(reward=1.0)
         assert there.reward != os.getpid()
-        assert process.max_turns == 3
+        assert process.about.max_turns == 3
         assert process.starts == 1
         prompts = await process.prompts("validation")
         assert [prompt.environment for prompt in prompts] == ["play"] * 3

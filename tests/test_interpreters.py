@@ -10,19 +10,18 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import venv
-from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
 from attrs import evolve
+from bare import bare_venv
 
 from grpo_core.config import EnvironmentConfig
 from grpo_core.contracts.errors import ConfigError, GrpoError, SelectionError
 from grpo_core.contracts.records import AgentClient, Episode, Prompt
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.plugins.selection import PluginSelection
-from grpo_core.processes.interpreters import OLDEST, PACKAGES, Interpreter
+from grpo_core.processes.interpreters import OLDEST, Interpreter
 
 ABROAD = '''
     import json, os, shutil, sys
@@ -93,15 +92,7 @@ KEYED = """
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory):
     """A virtual environment with the packages that are needed, and nothing else."""
-    place = tmp_path_factory.mktemp("abroad") / "bare"
-    venv.create(place, symlinks=True, with_pip=False)
-    (packages,) = place.glob("lib/python*/site-packages")
-    for name in PACKAGES:
-        for file in distribution(name).files:
-            if ".." not in file.parts and file.suffix != ".pyc":
-                (packages / file).parent.mkdir(parents=True, exist_ok=True)
-                (packages / file).symlink_to(file.locate())
-    return place
+    return bare_venv(tmp_path_factory.mktemp("abroad") / "bare")
 
 
 @pytest.fixture

@@ -45,10 +45,6 @@ def silent(message: str, part: float | None = None) -> None:
 class SolvingEnvironment(EnvironmentClient, Protocol):
     """An environment that may know replies with a full reward."""
 
-    @property
-    def runs_agents(self) -> bool:
-        """Whether its agents play their rollouts by themselves."""
-
     async def solve(self, prompts: Sequence[Prompt]) -> list[str | None]: ...
 
 

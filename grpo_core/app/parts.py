@@ -593,7 +593,7 @@ class Parts:
         def observe(task: str, rollouts: Sequence[Rollout], attempts: int) -> None:
             for each in rollouts:
                 lost.observe(each)
-            for failed in failures_of_calls(rollouts, needs_group=environments[task].needs_group):
+            for failed in failures_of_calls(rollouts, needs_group=environments[task].about.needs_group):
                 again = attempts == 0 < max_retries
                 budgets[task].observe(failed, last=not again)
 

@@ -28,8 +28,9 @@ from attrs import define, field, frozen
 
 from grpo_core.contracts.errors import Fault, GrpoError, PluginError, Unavailable
 from grpo_core.contracts.incidents import report
+from grpo_core.contracts.playing import Description, Slotted
 from grpo_core.contracts.records import Episode, Judgement, Prompt, SessionStart
-from grpo_core.environments.host import Slotted, calls_of, units
+from grpo_core.environments.host import calls_of, units
 from grpo_core.environments.outages import JITTER, Outage, unavailable
 from grpo_core.processes.aio import UNLIMITED, cancel, not_counted
 
@@ -69,9 +70,7 @@ class Failure:
 class Caller(Protocol):
     """Makes the calls: a worker."""
 
-    @property
-    def concurrency(self) -> int:
-        """Number of slots; 0 is one call at a time."""
+    about: Description
 
     async def call(self, method: str, items: Sequence[Any], slots: int) -> Sequence[Any] | Failure:
         """Return a result for each item; no other call takes the ``slots`` meanwhile."""
@@ -184,13 +183,13 @@ class Services(dict[str, "Service"]):
         service = self[name] = self._make()
         return service
 
-    def evaluations(self, episodes: Sequence[Episode], slots: Slotted, *, whole_groups: bool) -> list[Unit]:
+    def evaluations(self, episodes: Sequence[Episode], about: Description) -> list[Unit]:
         """Return the units of episodes, in order."""
         made = []
-        for part in units(episodes, whole_groups=whole_groups):
+        for part in units(episodes, whole_groups=about.needs_group):
             calls = calls_of(part[0])
             service = self[f"tool {calls[0]['function']['name']}" if calls else "evaluate"]
-            slotted = slots == "all" or (slots == "tools" and bool(calls))
+            slotted = about.slots == "all" or (about.slots == "tools" and bool(calls))
             made.append(Unit("evaluate", service, part[0].prompt.id, part, slotted=slotted))
         return made
 
@@ -382,11 +381,10 @@ class Service:
         )
 
 
-@frozen
 class _Single:
     """Calls functions, any number at once."""
 
-    concurrency: int = UNLIMITED
+    about = Description(concurrency=UNLIMITED)
 
     async def call(self, method: str, items: Sequence[Any], slots: int) -> Sequence[Any]:
         return [await item() for item in items]
@@ -493,7 +491,7 @@ class Dispatcher:
 
     def _next(self, *, waited: bool) -> tuple[list[Unit], int, bool] | None:
         """Return the units of the next call, the number of its slots, and whether the unit is alone."""
-        number = max(1, self._caller.concurrency)
+        number = max(1, self._caller.about.concurrency)
         free = number - self._taken
         batch: list[Unit] = []
         size = 0
@@ -593,7 +591,7 @@ class Dispatcher:
                 each.batch = batch
             self.put_first(some)
             return
-        if failure.died and not failure.alone and slots < self._caller.concurrency:
+        if failure.died and not failure.alone and slots < self._caller.about.concurrency:
             unit.slots = slots * COMPANY
             self.put_first([unit])
             return

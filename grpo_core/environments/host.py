@@ -15,8 +15,8 @@ import math
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import attrs
@@ -30,6 +30,7 @@ from grpo_core.contracts.errors import (
     fault_of,
     shown,
 )
+from grpo_core.contracts.playing import Description
 from grpo_core.contracts.protocols import Environment, Tool
 from grpo_core.contracts.records import AgentClient, Episode, Judgement, Prompt, SessionStart
 from grpo_core.contracts.rewards import COMBINED, EVERY
@@ -68,9 +69,6 @@ DEADLINE = 30.0
 
 AGENT_TURNS = 1000
 """Largest number of completions of an agent that declares no limit: it ends by itself."""
-
-Slotted = Literal["none", "tools", "all"]
-"""Which calls run in slots, one episode each: none, tool calls and ``open``, or all."""
 
 
 @attrs.define(eq=False)
@@ -174,39 +172,38 @@ class EnvironmentHost:
         """Begin a call of the core; secrets in errors are masked."""
         self._mask = connection.mask
         connection.own_errors_only = True
-        match call.method:
-            case "evaluate":
-                return Begun(self._evaluate(*call.args), self._deadline)
-            case "convert":  # the dataloader has a deadline
-                return Begun(self._convert(*call.args))
-            case "open":
-                return Begun(self._open(*call.args), self._deadline)
-            case "run":  # the rollout has a deadline
-                return Begun(self._run_agent(*call.args))
-            case "close":
-                return Begun(self._close(*call.args), self._deadline)
-            case "end":
-                return Begun(self._end())
-        connection.answer(call, self)
-        return None
-
-    def description(self) -> dict[str, Any]:
-        return {
-            "who": self._who,
-            "max_turns": self._max_turns,
-            "needs_group": self._needs_group,
-            "success": self._success,
-            "combine": self._combine,
-            "concurrency": self._concurrency,
-            "deadline": self._deadline,
-            "slots": ("all" if self._evaluates_async else "tools") if self._concurrency else "none",
-            "cancellable": bool(self._concurrency) or self._evaluates_async,
-            "agents": self._agents,
-            "memory": resident(),
-            "has_aclose": self._defines("aclose"),
-            "sessions": self._has_sessions,
-            "tools": self._tools.schemas,
+        alongside: dict[str, Callable[..., Coroutine[Any, Any, Any]]] = {
+            "evaluate": self._evaluate,
+            "open": self._open,
+            "close": self._close,
+            "convert": self._convert,
+            "run": self._run_agent,
+            "end": self._end,
         }
+        if call.method not in alongside:
+            connection.answer(call, self)
+            return None
+        # what calls the others has a deadline: the dataloader, the rollout, the end of the process
+        late = self._deadline if call.method in ("evaluate", "open", "close") else None
+        return Begun(alongside[call.method](*call.args), late)
+
+    def description(self) -> Description:
+        return Description(
+            who=self._who,
+            max_turns=self._max_turns,
+            needs_group=self._needs_group,
+            success=self._success,
+            combine=self._combine,
+            slots=("all" if self._evaluates_async else "tools") if self._concurrency else "none",
+            concurrency=self._concurrency,
+            deadline=self._deadline,
+            cancellable=bool(self._concurrency) or self._evaluates_async,
+            agents=self._agents,
+            memory=resident(),
+            has_aclose=self._defines("aclose"),
+            has_sessions=self._has_sessions,
+            tools=self._tools.schemas,
+        )
 
     @property
     def _evaluates_async(self) -> bool:

@@ -1,7 +1,7 @@
 """Other Python interpreters and virtual environments, in which an environment can run.
 
-The other interpreter needs a few ``PACKAGES``, and not grpo-core: it imports this installation's files, so both
-sides always have the same version.
+The other interpreter needs a few ``PACKAGES``, and not grpo-core: it imports this installation's files, so
+both sides always have the same version.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The module of transformers that writes the schemas of tools, also for an interpreter without transformers."""
+"""The module of transformers that writes the schemas of tools, also where transformers is not installed."""
 
 from __future__ import annotations
 
