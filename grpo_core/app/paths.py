@@ -16,8 +16,8 @@ from grpo_core.config import Config, PluginChoice, TaskConfig, ValidationSetConf
 from grpo_core.contracts.errors import GrpoError
 from grpo_core.contracts.records import SectionValues, name_of_class
 from grpo_core.data.rows import is_path
+from grpo_core.plugins.files import in_file
 from grpo_core.plugins.host import Kind, PluginHost
-from grpo_core.plugins.installed import in_file
 from grpo_core.plugins.paths import absolute
 from grpo_core.plugins.paths import with_absolute_path as with_absolute_name
 from grpo_core.plugins.paths import with_absolute_paths as with_absolute_options

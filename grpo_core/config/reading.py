@@ -21,7 +21,7 @@ from grpo_core.config.run import NAMED, TASK_NAME, TRUNCATIONS, Config
 from grpo_core.config.sections import NO_SECTIONS, PluginSections, keys_of
 from grpo_core.contracts.errors import ALIASES, ConfigError, did_you_mean
 from grpo_core.contracts.records import SectionValues, name_of_class
-from grpo_core.contracts.typed import wrong
+from grpo_core.contracts.typed import of_plain, wrong
 from grpo_core.models.files import taken_elsewhere
 from grpo_core.text.credentials import secrets_in
 
@@ -160,10 +160,7 @@ def _nearest(key: str, known: Mapping[str, Any], prefix: str, sections: PluginSe
 
 def _is_of(value: Any, kind: Any) -> bool:
     """Return whether a value of TOML is of a type; a whole number may be written as 1e3."""
-    if kind not in (int, float) or isinstance(value, bool):
-        return kind in (bool, str) and isinstance(value, kind)
-    number = isinstance(value, int | float) and value == value
-    return number and (kind is float or float(value).is_integer())
+    return of_plain(value, kind) or (kind is int and isinstance(value, float) and value.is_integer())
 
 
 def _expected(where: str, expected: str, value: Any) -> str:

@@ -59,13 +59,18 @@ def checked(value: Any, kind: Any, where: str = "") -> Any:
     return value
 
 
-def of_json(value: Any, kind: Any) -> bool:
-    """Return whether a value that was read from JSON is of a type that is not a container."""
+def of_plain(value: Any, kind: Any) -> bool:
+    """Return whether a value is of a type that is not a container; no bool is a number, nor is NaN."""
     if kind in (int, float) and isinstance(value, bool):
         return False
     if kind is float and isinstance(value, int | float):
-        return math.isfinite(value)
+        return value == value
     return isinstance(value, kind)
+
+
+def of_json(value: Any, kind: Any) -> bool:
+    """Return whether a value of a JSON file is of such a type; infinity is no number there."""
+    return of_plain(value, kind) and not (kind is float and math.isinf(value))
 
 
 def wrong(

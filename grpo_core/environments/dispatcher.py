@@ -28,7 +28,7 @@ from attrs import define, field, frozen
 
 from grpo_core.contracts.errors import Fault, GrpoError, PluginError, Unavailable
 from grpo_core.contracts.incidents import report
-from grpo_core.contracts.playing import Description, Slotted
+from grpo_core.contracts.protocols import Description, Slotted
 from grpo_core.contracts.records import Episode, Judgement, Prompt, SessionStart
 from grpo_core.environments.host import calls_of, units
 from grpo_core.environments.outages import JITTER, Outage, unavailable

@@ -30,8 +30,7 @@ from grpo_core.contracts.errors import (
     fault_of,
     shown,
 )
-from grpo_core.contracts.playing import Description
-from grpo_core.contracts.protocols import Environment, Tool
+from grpo_core.contracts.protocols import Description, Environment, Tool
 from grpo_core.contracts.records import AgentClient, Episode, Judgement, Prompt, SessionStart
 from grpo_core.contracts.rewards import COMBINED, EVERY
 from grpo_core.contracts.unicode import lone_surrogate, unreadable, well_formed
@@ -42,7 +41,6 @@ from grpo_core.environments.tools import Toolbox, message, tools_of
 from grpo_core.plugins.files import FILE_PREFIX
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
-from grpo_core.processes import schemas
 from grpo_core.processes.aio import gather
 from grpo_core.processes.cores import resident
 from grpo_core.processes.served import Call, Connection
@@ -160,8 +158,6 @@ class EnvironmentHost:
         self._opening: dict[str, asyncio.Event] = {}
         """Sessions that are being opened; the event is set when they are open or failed."""
         self._calls = Calls(f"environment of task {task!r}", self._begin, self._concurrency)
-        if self._has_sessions:  # takes half a second, which should not count for the first rollout
-            schemas.chat_template_utils()
 
     @property
     def serve(self) -> Callable[[Connection], None]:

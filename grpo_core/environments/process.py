@@ -32,7 +32,8 @@ from grpo_core.contracts.errors import (
     fault_of,
 )
 from grpo_core.contracts.incidents import report
-from grpo_core.contracts.playing import Description, Player
+from grpo_core.contracts.playing import Player
+from grpo_core.contracts.protocols import Description
 from grpo_core.contracts.records import AgentClient, Episode, Judgement, Prompt, SessionStart
 from grpo_core.environments.dispatcher import Dispatcher, Failure, Services
 from grpo_core.environments.host import UNREADABLE, EnvironmentHost

@@ -86,8 +86,8 @@ if TYPE_CHECKING:
     from grpo_core.contracts.incidents import report as report
     from grpo_core.contracts.incidents import reported_to as reported_to
     from grpo_core.contracts.loss import needs_of as needs_of
-    from grpo_core.contracts.playing import Description as Description
     from grpo_core.contracts.playing import derive_seed as derive_seed
+    from grpo_core.contracts.protocols import Description as Description
     from grpo_core.contracts.records import Judgement as Judgement
     from grpo_core.contracts.typed import Count as Count
     from grpo_core.contracts.typed import checked as checked

@@ -10,7 +10,7 @@ from attrs import define, field
 
 from grpo_core.contracts.errors import PluginError
 from grpo_core.contracts.hookspecs import Command
-from grpo_core.plugins.installed import entries_of
+from grpo_core.plugins.installed import entries_of, plugin_of
 from grpo_core.plugins.offers import Plugin
 
 GROUP = "grpo_core.commands"
@@ -35,12 +35,9 @@ def find_commands(core: ModuleType) -> Commands:
     """
     found, allowed = Commands(offered_commands(core)), allowed_names()
     for entry, owner in entries_of(GROUP):
-        about = owner.metadata  # each access reads the file
-        if allowed is not None and not {entry.name, about["Name"]} & {*allowed}:
+        plugin = plugin_of(entry, owner.metadata)
+        if allowed is not None and not {plugin.name, plugin.distribution} & {*allowed}:
             continue
-        plugin = Plugin(
-            name=entry.name, distribution=about["Name"], version=about["Version"], module=entry.value
-        )
         try:
             offered = offered_commands(entry.load())
             if twice := sorted(offered.keys() & found.commands.keys()):

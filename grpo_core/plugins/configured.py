@@ -10,9 +10,8 @@ from grpo_core.config import Config, as_table, build, merge, replace_parts
 from grpo_core.config.reading import problems
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.records import WithSections
-from grpo_core.plugins.files import FILE_PREFIX
+from grpo_core.plugins.files import FILE_PREFIX, load_object
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
-from grpo_core.plugins.loading import load_object
 
 
 def configured(

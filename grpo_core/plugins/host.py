@@ -44,9 +44,9 @@ from grpo_core.contracts.errors import (
 from grpo_core.contracts.hookspecs import Offer, Role
 from grpo_core.models.files import taken_elsewhere
 from grpo_core.plugins.commands import Commands, allowed_names, names_of_command_plugins
-from grpo_core.plugins.files import module_name
+from grpo_core.plugins.files import import_file, in_file, module_name
 from grpo_core.plugins.hints import KEYS, install_command
-from grpo_core.plugins.installed import import_file, import_plugin, in_file, installed
+from grpo_core.plugins.installed import import_plugin, installed
 from grpo_core.plugins.offers import (
     FUNCTIONS,
     HOOKS,
@@ -194,8 +194,7 @@ class PluginHost:
         factory = selected.load()
         check_requirements(selected)
         args = (*args_with_paths(selected, factory), *args)
-        options = with_values(selected, factory, options)
-        check_options(selected, factory, options, given=len(args))
+        options = _checked(selected, factory, options, len(args))
         making = _making.set(self)
         try:
             return factory(*args, **with_paths(factory, options))
@@ -214,8 +213,7 @@ class PluginHost:
         """
         selected = self.find(kind, name)
         function = selected.load()
-        options = with_values(selected, function, options)
-        check_options(selected, function, options, given=None, more=_more_options(selected))
+        options = _checked(selected, function, options, None)
         return Bound(selected, function, with_paths(function, options))
 
     def check_options(self, kind: Kind, name: str, options: Mapping[str, Any]) -> None:
@@ -235,8 +233,7 @@ class PluginHost:
         factory = selected.load()
         check_requirements(selected)
         given = None if kind in FUNCTIONS else (kind in SET_UP) + len(selected.args)
-        options = with_values(selected, factory, options)
-        check_options(selected, factory, options, given=given, more=_more_options(selected))
+        _checked(selected, factory, options, given)
 
     def check_values(self, kind: Kind, name: str, options: Mapping[str, Any], **known: Any) -> None:
         """Let the offer check the values of its options, if it has a function ``check``.
@@ -452,10 +449,16 @@ class PluginHost:
         return SelectionError("; ".join(parts))
 
 
-def _more_options(selected: Selected) -> str:
-    """Name the distribution whose offer of this name has more options than the core's."""
+def _checked(
+    selected: Selected, factory: Factory, options: Mapping[str, Any], given: int | None
+) -> dict[str, Any]:
+    """Return the options of a factory with their values made; see ``check_options``."""
+    made = with_values(selected, factory, options)
+    # the offer of a distribution may have more options than the core's of the same name
     command = install_command(selected.kind, selected.name) if selected.plugin.name == BUILT_IN else ""
-    return f". More options: {command}" if command else ""
+    more = f". More options: {command}" if command else ""
+    check_options(selected, factory, made, given=given, more=more)
+    return made
 
 
 def _agent_of(module: ModuleType) -> type[Environment]:

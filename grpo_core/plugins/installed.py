@@ -1,26 +1,20 @@
-"""Finds plugins that are installed as distributions or written in a file."""
+"""Finds plugins that are installed as distributions."""
 
 from __future__ import annotations
 
 import functools
 import os
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from contextvars import ContextVar
-from importlib.metadata import Distribution, EntryPoint, entry_points
-from pathlib import Path
+from importlib.metadata import Distribution, EntryPoint, PackageMetadata, entry_points
 from typing import Any
 
 from attrs import frozen
 
 from grpo_core.contracts import hookspecs
 from grpo_core.contracts.errors import PluginError
-from grpo_core.plugins.files import module_name
 from grpo_core.plugins.offers import Plugin
-
-importing_file: ContextVar[Path | None] = ContextVar("the file that is being imported", default=None)
 
 
 @frozen
@@ -54,6 +48,11 @@ def _entries_of(group: str, searched: object) -> tuple[tuple[EntryPoint, Distrib
     return tuple((entry, entry.dist) for entry in found if entry.dist is not None)
 
 
+def plugin_of(entry: EntryPoint, about: PackageMetadata) -> Plugin:
+    """Return the plugin of an entry point, without its offers."""
+    return Plugin(name=entry.name, distribution=about["Name"], version=about["Version"], module=entry.value)
+
+
 def installed(reserved: Iterable[str]) -> list[Installed]:
     """Return every entry point of the group; the distribution distinguishes equal names.
 
@@ -62,11 +61,8 @@ def installed(reserved: Iterable[str]) -> list[Installed]:
     entries = []
     for entry, owner in entries_of(hookspecs.PROJECT):
         about = owner.metadata  # each access reads the file
-        plugin = Plugin(
-            name=entry.name, distribution=about["Name"], version=about["Version"], module=entry.value
-        )
         required = about.get_all("Requires-Dist") or owner.requires or ()
-        entries.append(Installed(plugin, entry, tuple(required)))
+        entries.append(Installed(plugin_of(entry, about), entry, tuple(required)))
     uses = Counter([*reserved, *(each.entry.name for each in entries)])
     for each in entries:
         plugin, name = each.plugin, f"{each.plugin.distribution}/{each.entry.name}"
@@ -74,17 +70,6 @@ def installed(reserved: Iterable[str]) -> list[Installed]:
             plugin.note = f"another distribution has a plugin {each.entry.name!r}, so this one is {name!r}"
             plugin.name = name
     return sorted(entries, key=lambda each: (each.entry.name, each.plugin.distribution))
-
-
-def in_file(name: str) -> tuple[Path, str] | None:
-    """Split the name of an offer that is in a file, ``PATH.py`` or ``PATH.py:NAME``; None for any other.
-
-    After a word and a colon, as in ``agent:./file.py``, the path belongs to the plugin or prefix of that
-    name.
-    """
-    if re.match(r"\w+:", name) or (match := re.fullmatch(r"(.+\.py)(?::(.*))?", name)) is None:
-        return None
-    return Path(match[1]).expanduser(), match[2] or ""
 
 
 def import_plugin(plugin: Installed) -> Any:
@@ -101,27 +86,3 @@ def import_plugin(plugin: Installed) -> Any:
         if applies and not requirement.specifier.contains(__version__, prereleases=True):
             raise PluginError(f"it needs grpo-core{requirement.specifier}, this is {__version__}")
     return plugin.entry.load()
-
-
-def import_file(path: Path) -> Any:
-    """Import a file that is not installed.
-
-    Its directory is appended to the module search path: the file finds modules next to it,
-    and nothing there can hide a module of the standard library or of an installed package.
-    """
-    from importlib.util import module_from_spec, spec_from_file_location
-
-    if not path.is_file():
-        raise PluginError(f"there is no file {path}")
-    spec = spec_from_file_location(module_name(path), path)
-    assert spec is not None
-    assert spec.loader is not None
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    module = sys.modules[spec.name] = module_from_spec(spec)
-    importing = importing_file.set(path)
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        importing_file.reset(importing)
-    return module

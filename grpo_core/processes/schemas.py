@@ -1,41 +1,32 @@
-"""The module of transformers that writes the schemas of tools, also where transformers is not installed."""
+"""The module of transformers that writes the schemas of tools, without the rest of transformers.
+
+Transformers takes half a second to import, needs torch for the hint of a tensor alone, and may be missing in
+another interpreter.
+"""
 
 from __future__ import annotations
 
-import importlib
+import functools
 import importlib.util
 import logging
 import sys
 import types
 from pathlib import Path
 
-TEMPLATES = "transformers.utils.chat_template_utils"
-"""The module with ``get_json_schema``."""
-
-spare = ""
-"""The module's file in the installation that started this process, if that is another interpreter."""
+given = ""
+"""The module's file, if the process that started this one runs in another interpreter."""
 
 
 def file() -> str:
     """Return the module's file in this installation; empty without transformers."""
     found = importlib.util.find_spec("transformers")
-    return (
-        str(Path(found.origin).parent / "utils" / "chat_template_utils.py") if found and found.origin else ""
-    )
+    origin = found.origin if found else None
+    return str(Path(origin).parent / "utils" / "chat_template_utils.py") if origin else ""
 
 
+@functools.cache
 def chat_template_utils() -> types.ModuleType:
-    """Return the module; without transformers, that of ``spare``.  Raises ImportError."""
-    if spare and importlib.util.find_spec("transformers") is None:
-        return _alone(spare)
-    return importlib.import_module(TEMPLATES)
-
-
-def _alone(file: str) -> types.ModuleType:
-    """Import the module from its file, in a stub package where nothing is available."""
-    name = "grpo_core_schemas.chat_template_utils"
-    if name in sys.modules:
-        return sys.modules[name]
+    """Import the module, which has ``get_json_schema``, in a stub package where nothing is available."""
 
     def never(name: str) -> object:
         """Return ``is_..._available`` of a package that is not installed."""
@@ -49,7 +40,7 @@ def _alone(file: str) -> types.ModuleType:
     vars(package)["logging"] = types.SimpleNamespace(get_logger=logging.getLogger)
     vars(available)["__getattr__"] = never
     sys.modules |= {package.__name__: package, available.__name__: available}
-    spec = importlib.util.spec_from_file_location(name, file)
+    spec = importlib.util.spec_from_file_location("grpo_core_schemas.chat_template_utils", given or file())
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -61,5 +52,4 @@ def _alone(file: str) -> types.ModuleType:
     finally:
         if lacks_numpy:
             del sys.modules["numpy"]
-    sys.modules[name] = module
     return module

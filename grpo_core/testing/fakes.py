@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from grpo_core.contracts.errors import EngineError
 from grpo_core.contracts.events import Event, GroupsReady, PromptsPassedOver, Validated, ValidationPlayed
-from grpo_core.contracts.playing import Description, EnvironmentClient, Player
-from grpo_core.contracts.protocols import Engine, Trainer, ValidationStrategy
+from grpo_core.contracts.playing import EnvironmentClient, Player
+from grpo_core.contracts.protocols import Description, Engine, Trainer, ValidationStrategy
 from grpo_core.contracts.records import (
     AgentClient,
     Batch,

@@ -28,8 +28,8 @@ from grpo_core.loop.schedule import schedule
 from grpo_core.losses.aggregation import row_weights
 from grpo_core.losses.entropy import EntropyControl
 from grpo_core.models.files import published_dtype
+from grpo_core.plugins.files import load_object
 from grpo_core.plugins.host import PluginHost
-from grpo_core.plugins.loading import load_object
 from grpo_core.plugins.transports import find_transport
 from grpo_core.processes import cpu
 from grpo_core.processes.cores import thread_count

@@ -24,8 +24,8 @@ from attrs import define, field
 
 from grpo_core.contracts.errors import EngineError, TrainerError
 from grpo_core.contracts.incidents import report
-from grpo_core.contracts.playing import Description, Player
-from grpo_core.contracts.protocols import Trainer
+from grpo_core.contracts.playing import Player
+from grpo_core.contracts.protocols import Description, Trainer
 from grpo_core.contracts.records import (
     Batch,
     Canary,

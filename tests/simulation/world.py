@@ -34,8 +34,7 @@ from grpo_core.contracts.errors import (
     WeightSyncError,
 )
 from grpo_core.contracts.events import GroupFiltered
-from grpo_core.contracts.playing import Description
-from grpo_core.contracts.protocols import Trainer, ValidationContext
+from grpo_core.contracts.protocols import Description, Trainer, ValidationContext
 from grpo_core.contracts.records import (
     AgentClient,
     Batch,

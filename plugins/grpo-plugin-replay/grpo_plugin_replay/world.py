@@ -31,7 +31,7 @@ from grpo_core import (
     Trainer,
     Weights,
 )
-from grpo_core.contracts.playing import Description
+from grpo_core.contracts.protocols import Description
 from grpo_core.contracts.records import SessionStart
 from grpo_core.kit import Judgement
 from grpo_plugin_replay.times import (
