@@ -19,7 +19,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from grpo_core.config import EnvironmentConfig
-from grpo_core.contracts.errors import ChildDied, Fault, GrpoError, PluginError, Unavailable
+from grpo_core.contracts.errors import (
+    ChildDied,
+    CodeError,
+    DeadlineExceeded,
+    Fault,
+    GrpoError,
+    PluginError,
+    Unavailable,
+)
 from grpo_core.contracts.incidents import reported_to
 from grpo_core.contracts.records import Episode, Judgement, Prompt, SessionStart
 from grpo_core.environments.dispatcher import Failure
@@ -43,8 +51,10 @@ def late(message="late"):
 REFUSED, LATE = Unavailable("refused"), late()
 
 
-def failure(message, **options):
-    return Failure(message, message, Fault("ValueError", message), **options)
+def failure(cause, **options):
+    if isinstance(cause, str):
+        cause = CodeError(cause).carrying(Fault("ValueError", cause))
+    return Failure(cause, str(cause), **options)
 
 
 def saying(reply, *, prompt="p", group="g", session=None):
@@ -334,7 +344,7 @@ def test_a_batch_whose_service_is_away_is_not_taken_apart_and_one_call_at_a_time
 def away(begin, end):
     def rule(numbers):
         here = not begin <= asyncio.get_running_loop().time() < end
-        return None if here else failure("refused", unavailable=REFUSED)
+        return None if here else failure(REFUSED)
 
     return rule
 
@@ -372,13 +382,13 @@ def test_a_service_that_stays_away_ends_the_run_after_its_budget(answers):
 @pytest.mark.parametrize("slots", [("none", 0), ("all", 4)], ids=["batches", "slots"])
 def test_a_prompt_that_its_service_never_answers_fails_alone_and_the_others_wait_for_nothing(why, slots):
     def rule(numbers):
-        return failure("never", unavailable=why) if 3 in numbers else None
+        return failure(why) if 3 in numbers else None
 
     async def story(ask, worker):
         worker.about = evolve(worker.about, slots=slots[0], concurrency=slots[1])
         calls = [ask(number, wait=number / 2, prompt=f"prompt {number % 9}") for number in range(40)]
         found = await asyncio.gather(*calls)
-        assert [each for (each,) in found] == ["never" if i == 3 else i * i for i in range(40)]
+        assert [each for (each,) in found] == [str(why) if i == 3 else i * i for i in range(40)]
         assert asyncio.get_running_loop().time() < 60
 
     told(story, Worker(rule))
@@ -388,7 +398,7 @@ def test_a_prompt_that_its_service_never_answers_fails_alone_and_the_others_wait
 def test_a_service_that_hangs_costs_no_reply(slots):
     def rule(numbers):
         here = asyncio.get_running_loop().time()
-        return None if here < 10 or here > 100 else failure("late", unavailable=LATE, cancelled=True)
+        return None if here < 10 or here > 100 else failure(DeadlineExceeded("late"))
 
     async def story(ask, worker):
         worker.about = evolve(worker.about, slots=slots[0], concurrency=slots[1])
@@ -409,12 +419,12 @@ def test_a_late_call_without_others_is_the_fault_of_its_prompt():
         assert await ask(2, 2, prompt="the same") == ["late", "late"]
         assert len(worker.batches) == 1 + 1 + 2
 
-    told(story, Worker(lambda numbers: failure("late", unavailable=LATE)))
+    told(story, Worker(lambda numbers: failure(LATE)))
 
 
 def test_a_service_is_tried_with_a_prompt_of_any_worker_that_has_not_failed_yet():
     def rule(numbers):
-        return failure("never", unavailable=REFUSED) if 0 in numbers else None
+        return failure(REFUSED) if 0 in numbers else None
 
     async def story():
         workers = [Worker(rule, seconds=0.1), Worker(rule, seconds=0.1)]
@@ -431,7 +441,7 @@ def test_a_service_is_tried_with_a_prompt_of_any_worker_that_has_not_failed_yet(
         return found
 
     with reported_to(lambda incident: None):
-        assert clock.run(story()) == ["never", *(i * i for i in range(1, 40))]
+        assert clock.run(story()) == [str(REFUSED), *(i * i for i in range(1, 40))]
 
 
 def test_a_call_cancelled_while_its_service_is_away_leaves_the_turn_to_others():

@@ -26,7 +26,14 @@ from typing import Any, Protocol, TypeVar
 
 from attrs import define, field, frozen
 
-from grpo_core.contracts.errors import Fault, GrpoError, PluginError, Unavailable
+from grpo_core.contracts.errors import (
+    DeadlineExceeded,
+    GrpoError,
+    PluginError,
+    Unavailable,
+    describe,
+    fault_of,
+)
 from grpo_core.contracts.incidents import report
 from grpo_core.contracts.protocols import Description, Slotted
 from grpo_core.contracts.records import Episode, Judgement, Prompt, SessionStart
@@ -51,20 +58,25 @@ class Failure:
     """Why a call has no results.
 
     Attributes:
+        cause: what it raised.
         brief: what happened, in one line.
-        unavailable: the error of the service, or None if it is not at fault.
-        cancelled: whether it was cancelled at its deadline.
         died: whether its process died or was killed.
         alone: whether no other call was running then.
     """
 
-    error: str
+    cause: Exception
     brief: str
-    fault: Fault
-    unavailable: Unavailable | None = None
-    cancelled: bool = False
     died: bool = False
     alone: bool = False
+
+    @property
+    def unavailable(self) -> Unavailable | None:
+        """The error of the service, or None if it is not at fault."""
+        if isinstance(self.cause, DeadlineExceeded):
+            late = Unavailable(str(self.cause))
+            late.timed_out = True
+            return late
+        return self.cause if isinstance(self.cause, Unavailable) else None
 
 
 class Caller(Protocol):
@@ -147,7 +159,8 @@ class Unit:
         return self.batch is not None or (self.slots > 1 and not self.slotted) or self.service.suspects(self)
 
     def failed(self, failure: Failure) -> list[Any]:
-        result = self.record(error=failure.error, fault=failure.fault, unavailable=failure.unavailable)
+        cause = failure.cause
+        result = self.record(error=describe(cause), fault=fault_of(cause), unavailable=failure.unavailable)
         return [result] * len(self.items)
 
     def deliver(self, results: Sequence[Any]) -> None:
@@ -595,10 +608,10 @@ class Dispatcher:
             unit.slots = slots * COMPANY
             self.put_first([unit])
             return
-        if failure.cancelled:
+        if isinstance(failure.cause, DeadlineExceeded) and not failure.died:
             report("deadline", self._who, failure.brief)
         elif not failure.died:
-            report("call_failed", self._who, failure.brief, fault=failure.fault)
+            report("call_failed", self._who, failure.brief, fault=fault_of(failure.cause))
         results = unit.failed(failure)
         self._count(unit, failure)
         if error is not None:
@@ -625,7 +638,7 @@ class Dispatcher:
                 self._who,
                 f"batches of {batch.size} fail ({batch.failure.brief}); {batch.succeeded} of {batch.units} "
                 f"{'single calls' if batch.size == batch.units else 'calls with one group'} succeed",
-                fault=batch.failure.fault,
+                fault=fault_of(batch.failure.cause),
             )
 
     async def _withdraw(self, asked: _Asked) -> None:

@@ -195,12 +195,12 @@ class EnvironmentProcess:
         except Exception as error:
             if self._closed:
                 raise
-            failure = self._failure(child, error, 0)
-            away = failure.unavailable if isinstance(error, Unavailable) and not error.timed_out else None
+            failure, fault = self._failure(child, error, 0), fault_of(error)
+            away = error if isinstance(error, Unavailable) and not error.timed_out else None
             if away is None and not failure.died:
-                report("call_failed", self._name, failure.brief, fault=failure.fault)
+                report("call_failed", self._name, failure.brief, fault=fault)
             lost = failure.died and not failure.alone
-            return Judgement(error=failure.error, fault=failure.fault, lost=lost, unavailable=away)
+            return Judgement(error=describe(error), fault=fault, lost=lost, unavailable=away)
         finally:
             self._playing -= 1
         return found
@@ -265,19 +265,7 @@ class EnvironmentProcess:
         if died:
             agents = self._playing - (slots == 0)
             self._bury(child, error, alone=self._slots.taken == slots and not agents)
-        away = error if isinstance(error, Unavailable) else None
-        if isinstance(error, DeadlineExceeded):
-            away = Unavailable(str(error))
-            away.timed_out = True
-        return Failure(
-            error=describe(error),
-            brief=self._brief(error),
-            fault=fault_of(error),
-            unavailable=away,
-            cancelled=isinstance(error, DeadlineExceeded) and not died,
-            died=died,
-            alone=died and self._was_alone,
-        )
+        return Failure(error, self._brief(error), died=died, alone=died and self._was_alone)
 
     def _bury(self, child: Child, why: Exception, *, alone: bool) -> None:
         """Report the death of a child once, at the first call that notices it."""
