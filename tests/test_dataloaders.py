@@ -418,6 +418,7 @@ NEW = """
 env = "x"
 data = "train.jsonl"
 validation_data = "hub:org/held_out"
+
 [tasks.t.data_options]
 prompt = "question"
 """

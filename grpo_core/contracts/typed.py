@@ -60,17 +60,15 @@ def checked(value: Any, kind: Any, where: str = "") -> Any:
 
 
 def of_plain(value: Any, kind: Any) -> bool:
-    """Return whether a value is of a type that is not a container; no bool is a number, nor is NaN."""
+    """Return whether a value is of a type that is not a container; a bool is no number."""
     if kind in (int, float) and isinstance(value, bool):
         return False
-    if kind is float and isinstance(value, int | float):
-        return value == value
-    return isinstance(value, kind)
+    return isinstance(value, int | float if kind is float else kind)
 
 
 def of_json(value: Any, kind: Any) -> bool:
-    """Return whether a value of a JSON file is of such a type; infinity is no number there."""
-    return of_plain(value, kind) and not (kind is float and math.isinf(value))
+    """Return whether a value of a JSON file is of such a type; its numbers are finite."""
+    return of_plain(value, kind) and (kind is not float or math.isfinite(value))
 
 
 def wrong(

@@ -47,6 +47,9 @@ from grpo_core.processes.served import Call, Connection
 from grpo_core.text.credentials import NOTHING_HIDDEN
 from grpo_core.text.messages import readable
 
+SESSION_ENDED = "its session ended with the process that held it"
+"""The error of a rollout that is lost."""
+
 MOST_PROMPTS = 100_000
 """Limit for a generator of prompts: all are drawn at once, because an epoch needs a length."""
 
@@ -372,7 +375,7 @@ class EnvironmentHost:
         """Let the agent play a rollout; return its result, or None if ``evaluate`` judges it."""
         session = self._sessions.get(name)
         if self._has_sessions and session is None:
-            return Judgement(error="its session ended with the process that held it", lost=True)
+            return Judgement(error=SESSION_ENDED, lost=True)
         with _used([] if session is None else [session]):
             value = None if session is None else session.value
             run = self._environment.run(prompt, attrs.evolve(client, session=value))
@@ -412,36 +415,28 @@ class EnvironmentHost:
         return self._calls.run(self._evaluate(episodes))
 
     async def _evaluate(self, episodes: Sequence[Episode]) -> list[Judgement]:
-        found = [self._with_session(episode) for episode in episodes]
-        tools = not self._runs_agents  # an agent answers its own calls
-        calling = [tools and isinstance(e, Episode) and calls_of(e) != () for e in found]
-        judged = [e for e, calls in zip(found, calling, strict=True) if isinstance(e, Episode) and not calls]
-        called = [e for e, calls in zip(found, calling, strict=True) if isinstance(e, Episode) and calls]
-        judgements: list[Judgement] = []
-        with _used([e.session for e in (*judged, *called) if isinstance(e.session, OpenSession)]):
+        results: dict[int, Judgement] = {}
+        judged: dict[int, Episode] = {}
+        called: dict[int, Episode] = {}
+        for i, episode in enumerate(episodes):
+            session = self._sessions.get(str(episode.session))
+            if self._has_sessions and session is None:
+                results[i] = Judgement(error=SESSION_ENDED, lost=True)
+                continue
+            calls = not self._runs_agents and calls_of(episode)  # an agent answers its own calls
+            (called if calls else judged)[i] = attrs.evolve(episode, session=session)
+        with _used([e.session for e in (*judged.values(), *called.values()) if e.session is not None]):
             if judged:
-                shown = [attrs.evolve(e, session=e.session.value) if e.session else e for e in judged]
+                shown = [attrs.evolve(e, session=e.session and e.session.value) for e in judged.values()]
                 try:
-                    results = self._evaluate_all(shown)
+                    found = self._evaluate_all(shown)
                 except BaseException as error:  # sys.exit(), or a library's timeout: the process survives
-                    results = error
-                if inspect.isawaitable(results):
-                    (results,) = await self._calls.gathered([results])
-                judgements = self._feedback(results, judged)
-            answers = iter(await self._answers(called))
-        rest = iter(judgements)
-        return [
-            e if isinstance(e, Judgement) else next(answers if calls else rest)
-            for e, calls in zip(found, calling, strict=True)
-        ]
-
-    def _with_session(self, episode: Episode) -> Episode | Judgement:
-        if not self._has_sessions:
-            return attrs.evolve(episode, session=None)
-        session = self._sessions.get(str(episode.session))
-        if session is None:
-            return Judgement(error="its session ended with the process that held it", lost=True)
-        return attrs.evolve(episode, session=session)
+                    found = error
+                if inspect.isawaitable(found):
+                    (found,) = await self._calls.gathered([found])
+                results |= zip(judged, self._feedback(found, shown), strict=True)
+            results |= zip(called, await self._answers(list(called.values())), strict=True)
+        return [results[i] for i in range(len(episodes))]
 
     def _feedback(self, results: Any, episodes: Sequence[Episode]) -> list[Judgement]:
         if isinstance(results, Exception):

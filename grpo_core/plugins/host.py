@@ -262,17 +262,11 @@ class PluginHost:
         if (plugin := self.load_file(name)) is not None:
             return self._find_in_file(kind, name, plugin)
         for plugin in self.plugins:
-            if name.startswith(f"{plugin.name}:"):
-                if plugin.fault is not None:
-                    raise self._broken(kind, name, plugin)
-                inner = name.removeprefix(f"{plugin.name}:")
-                if (found := matching(plugin.offers.get(kind, {}), inner)) is not None:
-                    return Selected(kind, name, plugin, *found)
-        bare = [
-            Selected(kind, name, plugin, *found)
-            for plugin in self.plugins
-            if (found := matching(plugin.offers.get(kind, {}), name, bare=True)) is not None
-        ]
+            if plugin.fault is not None and name.startswith(f"{plugin.name}:"):
+                raise self._broken(kind, name, plugin)
+        whole, bare = self._named(kind, name)
+        if whole:
+            return whole[0]
         if any(selected.offer.extends_core for selected in bare):
             bare = [selected for selected in bare if selected.plugin.name != BUILT_IN]
         if len(bare) == 1:
@@ -285,12 +279,18 @@ class PluginHost:
 
     def offers(self, kind: Kind, name: str) -> bool:
         """Whether a plugin offers something as ``name``; unlike ``find``, it reads no file."""
+        return any(self._named(kind, name))
+
+    def _named(self, kind: Kind, name: str) -> tuple[list[Selected], list[Selected]]:
+        """Return the offers that are spelled so with their plugin's name, and without it."""
+        whole, bare = [], []
         for plugin in self.plugins:
-            offers = plugin.offers.get(kind, {})
-            inner = name.removeprefix(f"{plugin.name}:")
-            if matching(offers, name, bare=True) or (inner != name and matching(offers, inner)):
-                return True
-        return False
+            offers, inner = plugin.offers.get(kind, {}), name.removeprefix(f"{plugin.name}:")
+            if inner != name and (found := matching(offers, inner)) is not None:
+                whole.append(Selected(kind, name, plugin, *found))
+            if (found := matching(offers, name, bare=True)) is not None:
+                bare.append(Selected(kind, name, plugin, *found))
+        return whole, bare
 
     def in_role(self, kind: Kind, role: Role) -> list[str]:
         """Names of the offers that have a role."""

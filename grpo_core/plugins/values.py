@@ -12,7 +12,6 @@ fields that are not given.
 
 from __future__ import annotations
 
-import json
 import re
 import types
 import typing
@@ -45,7 +44,7 @@ def with_values(selected: Selected, factory: Factory, options: Mapping[str, Any]
     known = signature.parameters if signature else {}
     kinds = {name: classes_of(hint_of(factory, each)) for name, each in known.items()}
     if selected.kind == "loss" and (lines := _new_lines(options, kinds)):
-        raise ConfigError(f"{selected}: tables have these options now; write\n[loss.options]\n{lines}")
+        raise ConfigError(f"{selected}: tables have these options now; write\n{lines}")
     for name, value in options.items():
         if kinds.get(name) and not isinstance(value, (types.NoneType, *kinds[name].values())):
             made[name] = _value(f"{selected.kind}.options.{name}", value, kinds[name], known[name].default)
@@ -75,9 +74,13 @@ def _value(where: str, value: Any, kinds: Mapping[str, type[Any]], default: Any)
 
 def _new_lines(options: Mapping[str, Any], kinds: Mapping[str, Any]) -> str:
     """Return the lines that replace a loss's old options, or "" if there are none."""
-    new = {old: MOVED.get(old, old.replace("_", ".", 1)) for old in options if old not in kinds}
-    lines = {key: options[old] for old, key in new.items() if kinds.get(key.partition(".")[0])}
-    if isinstance(options.get("correction"), str) and "correction." in "".join(lines):
-        lines["correction.name"] = options["correction"]
-    text = "\n".join(f"{key} = {json.dumps(value)}" for key, value in lines.items())
-    return text.replace("Infinity", "inf")
+    from grpo_core.config.reading import lines_of
+
+    tables: dict[str, dict[str, Any]] = {}
+    for old in (each for each in options if each not in kinds):
+        table, _, key = MOVED.get(old, old.replace("_", ".", 1)).partition(".")
+        if kinds.get(table):
+            tables.setdefault(table, {})[key] = options[old]
+    if "correction" in tables and isinstance(options.get("correction"), str):
+        tables["correction"]["name"] = options["correction"]
+    return lines_of("loss.options", tables) if tables else ""
