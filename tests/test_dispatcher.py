@@ -34,7 +34,7 @@ from grpo_core.environments.dispatcher import Failure
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.plugins.host import PluginHost
-from grpo_core.plugins.selection import PluginSelection
+from grpo_core.plugins.installed import PluginSelection
 from grpo_core.processes.aio import Limit
 from grpo_core.processes.child import Child
 from grpo_core.testing import FakeEnvironment, HostedEnvironment, clock, finished

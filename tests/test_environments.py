@@ -23,7 +23,7 @@ from grpo_core.contracts.records import Episode, Feedback, Judgement, Prompt
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.environments.host import EnvironmentHost
 from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.plugins.selection import PluginSelection
+from grpo_core.plugins.installed import PluginSelection
 
 SCENES = """
     import asyncio, os, signal, subprocess, sys, time

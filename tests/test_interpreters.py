@@ -20,7 +20,7 @@ from grpo_core.config import EnvironmentConfig
 from grpo_core.contracts.errors import ConfigError, GrpoError, SelectionError
 from grpo_core.contracts.records import AgentClient, Episode, Prompt
 from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.plugins.selection import PluginSelection
+from grpo_core.plugins.installed import PluginSelection
 from grpo_core.processes.interpreters import OLDEST, Interpreter
 
 ABROAD = '''

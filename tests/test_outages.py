@@ -33,7 +33,7 @@ from grpo_core.environments.host import EnvironmentHost
 from grpo_core.environments.outages import LONGEST, Outage, unavailable
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.plugins.selection import PluginSelection
+from grpo_core.plugins.installed import PluginSelection
 from grpo_core.testing import FakeEngine, FakeEnvironment, clock
 from grpo_core.text.credentials import Mask
 from grpo_core.validation.runner import Context, run_strategy

@@ -58,7 +58,7 @@ from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.offers import Bound
 from grpo_core.plugins.transports import find_transport
 from grpo_core.processes.aio import UNLIMITED, FairSemaphore
-from grpo_core.processes.cores import thread_count
+from grpo_core.processes.memory import thread_count
 from grpo_core.storage.published import Published
 from grpo_core.text.rendering import Renderer
 from grpo_core.validation.runner import Context, HeldOut, Validation

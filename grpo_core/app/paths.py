@@ -16,12 +16,9 @@ from grpo_core.config import Config, PluginChoice, TaskConfig, ValidationSetConf
 from grpo_core.contracts.errors import GrpoError
 from grpo_core.contracts.records import SectionValues, name_of_class
 from grpo_core.data.rows import is_path
+from grpo_core.plugins import values
 from grpo_core.plugins.files import in_file
 from grpo_core.plugins.host import Kind, PluginHost
-from grpo_core.plugins.paths import absolute
-from grpo_core.plugins.paths import with_absolute_path as with_absolute_name
-from grpo_core.plugins.paths import with_absolute_paths as with_absolute_options
-from grpo_core.plugins.paths import with_absolute_paths_of_file as with_absolute_options_of_file
 
 Section = TypeVar("Section", bound=Any)
 
@@ -112,7 +109,7 @@ class _Paths:
     def of(self, kind: Kind, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of an offer; options of an unknown offer are unchanged."""
         try:
-            found = with_absolute_options(self.host.find(kind, name), options) if options else {}
+            found = values.with_absolute_paths(self.host.find(kind, name), options) if options else {}
         except GrpoError:  # reported when it is made
             found = dict(options)
         return {key: self.part(value) for key, value in found.items()}
@@ -125,13 +122,13 @@ class _Paths:
         """Return the name of an environment, which may be a path or end with one."""
         if in_file(env) is None:
             with contextlib.suppress(GrpoError):
-                env = with_absolute_name(self.host.find("environment", env))
+                env = values.with_absolute_path(self.host.find("environment", env))
         return _absolute_name(env)
 
     def of_environment(self, env: str, options: Mapping[str, Any], python: str = "") -> dict[str, Any]:
         """Return the options of an environment; with another interpreter its file is not imported here."""
         if python and (place := in_file(env)):
-            found = with_absolute_options_of_file(*place, options)
+            found = values.with_absolute_paths_of_file(*place, options)
             return {key: self.part(value) for key, value in found.items()}
         return self.of("environment", env, options)
 
@@ -193,4 +190,4 @@ def _absolute_data(text: str) -> str:
 
 def _existing(path: str) -> str:
     """Return a path as absolute if it exists; otherwise it may be a hub id or the name of a program."""
-    return absolute(path) if path and Path(path).expanduser().exists() else path
+    return values.absolute(path) if path and Path(path).expanduser().exists() else path

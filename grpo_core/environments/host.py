@@ -40,9 +40,9 @@ from grpo_core.environments.outages import unavailable
 from grpo_core.environments.tools import Toolbox, message, tools_of
 from grpo_core.plugins.files import FILE_PREFIX
 from grpo_core.plugins.host import PluginHost
-from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
+from grpo_core.plugins.installed import ALL_PLUGINS, PluginSelection
 from grpo_core.processes.aio import gather
-from grpo_core.processes.cores import resident
+from grpo_core.processes.memory import resident
 from grpo_core.processes.served import Call, Connection
 from grpo_core.text.credentials import NOTHING_HIDDEN
 from grpo_core.text.messages import readable

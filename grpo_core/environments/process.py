@@ -38,7 +38,7 @@ from grpo_core.contracts.records import AgentClient, Episode, Judgement, Prompt,
 from grpo_core.environments.dispatcher import Dispatcher, Failure, Services
 from grpo_core.environments.host import UNREADABLE, EnvironmentHost
 from grpo_core.plugins.host import PluginHost
-from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
+from grpo_core.plugins.installed import ALL_PLUGINS, PluginSelection
 from grpo_core.processes import secrets
 from grpo_core.processes.aio import FairSemaphore, RestartBudget
 from grpo_core.processes.child import Child, ThreadChild

@@ -43,10 +43,17 @@ from grpo_core.contracts.errors import (
 )
 from grpo_core.contracts.hookspecs import Offer, Role
 from grpo_core.models.files import taken_elsewhere
-from grpo_core.plugins.commands import Commands, allowed_names, names_of_command_plugins
 from grpo_core.plugins.files import import_file, in_file, module_name
-from grpo_core.plugins.hints import KEYS, install_command
-from grpo_core.plugins.installed import import_plugin, installed
+from grpo_core.plugins.installed import (
+    KEYS,
+    Commands,
+    PluginSelection,
+    allowed_names,
+    import_plugin,
+    install_command,
+    installed,
+    names_of_command_plugins,
+)
 from grpo_core.plugins.offers import (
     FUNCTIONS,
     HOOKS,
@@ -63,9 +70,7 @@ from grpo_core.plugins.offers import (
     matching,
     spaced,
 )
-from grpo_core.plugins.paths import args_with_paths, with_paths
-from grpo_core.plugins.selection import PluginSelection
-from grpo_core.plugins.values import with_values
+from grpo_core.plugins.values import args_with_paths, with_values
 
 if TYPE_CHECKING:
     from grpo_core.config.sections import PluginSections
@@ -197,7 +202,7 @@ class PluginHost:
         options = _checked(selected, factory, options, len(args))
         making = _making.set(self)
         try:
-            return factory(*args, **with_paths(factory, options))
+            return factory(*args, **options)
         except (ConfigError, ValueError, TypeError) as error:
             raise SelectionError(f"{selected}: cannot be made: {describe(error)}") from error
         except (Exception, SystemExit) as error:  # a plugin's code may call sys.exit
@@ -214,7 +219,7 @@ class PluginHost:
         selected = self.find(kind, name)
         function = selected.load()
         options = _checked(selected, function, options, None)
-        return Bound(selected, function, with_paths(function, options))
+        return Bound(selected, function, options)
 
     def check_options(self, kind: Kind, name: str, options: Mapping[str, Any]) -> None:
         """Check a choice of the configuration without making anything.
@@ -253,7 +258,7 @@ class PluginHost:
         named = inspect.signature(check).parameters
         known = {key: value for key, value in known.items() if key in named}
         try:
-            check(**known, **with_paths(factory := selected.load(), with_values(selected, factory, options)))
+            check(**known, **with_values(selected, selected.load(), options))
         except ValueError as error:
             raise SelectionError(f"{selected}: {one_line(error)}") from error
 

@@ -24,7 +24,7 @@ from typing import Any, TextIO
 from attrs import frozen
 
 from grpo_core.contracts import errors
-from grpo_core.processes.garbage import collect_rarely, spare_the_collector
+from grpo_core.processes.memory import collect_rarely, spare_the_collector
 from grpo_core.text.credentials import NOTHING_HIDDEN, Mask
 
 _PR_SET_PDEATHSIG = 1

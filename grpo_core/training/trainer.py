@@ -32,7 +32,7 @@ from grpo_core.plugins.files import load_object
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.transports import find_transport
 from grpo_core.processes import cpu
-from grpo_core.processes.cores import thread_count
+from grpo_core.processes.memory import thread_count
 from grpo_core.training.batching import in_hinted_context, length, microbatches, of_several_rows, packs
 from grpo_core.training.budget import fitting, overhead, token_budget
 from grpo_core.training.building import trained_section
