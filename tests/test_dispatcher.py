@@ -18,6 +18,7 @@ from attrs import evolve
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from grpo_core import Environment
 from grpo_core.config import EnvironmentConfig
 from grpo_core.contracts.errors import (
     ChildDied,
@@ -31,6 +32,7 @@ from grpo_core.contracts.errors import (
 from grpo_core.contracts.incidents import reported_to
 from grpo_core.contracts.records import Episode, Judgement, Prompt, SessionStart
 from grpo_core.environments.dispatcher import Failure
+from grpo_core.environments.host import EnvironmentHost
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.plugins.host import PluginHost
@@ -890,6 +892,30 @@ def test_sessions_open_in_slots_and_are_closed_once(file, tmp_path):
     assert told[4] == "judged wait 2"
     assert sorted(told[5:-1]) == [f"close wait {n}" for n in (1, 2, 3, 4)]
     assert told[-1] == "aclose"
+
+
+def test_a_session_is_closed_once_in_the_process_that_holds_it():
+    closed = []
+
+    class Held(Environment):
+        def prompts(self, split):
+            return []
+
+        def open(self, prompt):
+            return prompt.id
+
+        def evaluate(self, episodes):
+            return [1.0] * len(episodes)
+
+        def close(self, session):
+            closed.append(session)
+
+    host = EnvironmentHost.around(Held())
+    host.open([(name, Prompt(messages="?", id=name)) for name in "ab"])
+    host.close(["a"])
+    host.close(["a"])
+    host.end()
+    assert closed == ["a", "b"]
 
 
 @pytest.mark.slow

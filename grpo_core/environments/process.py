@@ -74,6 +74,7 @@ class EnvironmentProcess:
 
     HOST = "grpo_core.environments.host:EnvironmentHost"
     """Class to make in the child."""
+    about = Description()
 
     def __init__(
         self,
@@ -87,7 +88,6 @@ class EnvironmentProcess:
         host: PluginHost | None = None,
     ) -> None:
         self.task = task
-        self.about = Description()
         self.player: Player | None = None
         self.starts = 0
         self._config = config or EnvironmentConfig()

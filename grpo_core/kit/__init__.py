@@ -25,7 +25,7 @@ A trainer:
 
 A placement, which runs engines and environments somewhere else, and a data plane:
 
-    Placement, Devices, EnvironmentSpec, EnvironmentWorker, Description   the contract of a placement
+    Placement, Devices, EnvironmentSpec, EnvironmentWorker   the contract of a placement
     EnvironmentProcess, PluginHost, PluginSelection   make environments and engines in a worker
     RemotePlane            base class of a plane outside of the run's process
 
@@ -87,7 +87,6 @@ if TYPE_CHECKING:
     from grpo_core.contracts.incidents import reported_to as reported_to
     from grpo_core.contracts.loss import needs_of as needs_of
     from grpo_core.contracts.playing import derive_seed as derive_seed
-    from grpo_core.contracts.protocols import Description as Description
     from grpo_core.contracts.records import Judgement as Judgement
     from grpo_core.contracts.typed import Count as Count
     from grpo_core.contracts.typed import checked as checked

@@ -20,7 +20,7 @@ from grpo_core import (
 from grpo_core.config import EnvironmentConfig
 from grpo_core.contracts.incidents import Incident
 from grpo_core.contracts.records import SessionStart
-from grpo_core.kit import Description, EnvironmentProcess, Judgement, PluginSelection, report, reported_to
+from grpo_core.kit import EnvironmentProcess, Judgement, PluginSelection, report, reported_to
 from grpo_plugin_ray.cluster import PluginRequirement, answer_of, call, load, report_again, where
 
 MAX_DEATHS = 3
@@ -61,7 +61,7 @@ class RemoteEnvironment:
             log=Path(made_from.log) if made_from.log else None,
         )
 
-    async def start(self) -> Description:
+    async def start(self) -> Any:
         self._made_from.origin.check(self._who)
         if self._made_from.log is not None:
             Path(self._made_from.log).parent.mkdir(parents=True, exist_ok=True)
@@ -86,8 +86,9 @@ class RayEnvironment:
         resources: options of the Ray actor.
     """
 
+    about = EnvironmentProcess.about
+
     def __init__(self, name: str, made_from: EnvironmentSetup, *, resources: Mapping[str, Any]) -> None:
-        self.about = Description()
         self.player: Any = None
         self._name, self._made_from, self._resources = name, made_from, resources
         self._who = name
