@@ -14,8 +14,8 @@ from pathlib import Path
 import attrs
 
 from grpo_core import commands
-from grpo_core.plugins.commands import find_commands
 from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.installed import find_commands
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "grpo_core" / "plugins" / "installs.json"

@@ -99,8 +99,8 @@ if TYPE_CHECKING:
     from grpo_core.engines.addresses import checked_url as checked_url
     from grpo_core.engines.addresses import fetch_json as fetch_json
     from grpo_core.environments.tools import tools_of as tools_of
+    from grpo_core.plugins.files import load_object as load_object
     from grpo_core.plugins.host import make_environment as make_environment
-    from grpo_core.plugins.loading import load_object as load_object
     from grpo_core.reporting.stored import stored_rollouts as stored_rollouts
     from grpo_core.text.thoughts import split_thought as split_thought
     from grpo_core.validation.estimates import mean_with_interval as mean_with_interval

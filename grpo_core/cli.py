@@ -14,8 +14,7 @@ from cyclopts import App, CycloptsError
 
 from grpo_core import commands
 from grpo_core.contracts.errors import ConfigError, GrpoError
-from grpo_core.plugins.commands import Commands, find_commands
-from grpo_core.plugins.hints import COMMANDS
+from grpo_core.plugins.installed import COMMANDS, Commands, find_commands
 from grpo_core.processes.interrupts import INTERRUPTED, leave
 
 HELP = "Asynchronous GRPO for language models: domains are plugins, async RL is the core."
@@ -108,7 +107,7 @@ def main() -> None:
         outlive_terminal,
         unexpected,
     )
-    from grpo_core.processes.garbage import collect_rarely
+    from grpo_core.processes.memory import collect_rarely
 
     collect_rarely()
     make_log_inert()

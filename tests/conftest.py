@@ -10,7 +10,7 @@ import re
 
 from hypothesis import Phase, settings
 
-from grpo_core.processes.garbage import collect_rarely, spare_the_collector
+from grpo_core.processes.memory import collect_rarely, spare_the_collector
 
 # Workers of pytest share the cores: with several threads each, they would mostly wait for each other.
 if "PYTEST_XDIST_WORKER" in os.environ:

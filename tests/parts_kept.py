@@ -263,7 +263,7 @@ async def _environment(placement, directory):
         await worker.start()
         asked = await worker.prompts("train")
         assert [prompt.answer for prompt in asked] == list("01234")
-        assert (worker.success, worker.max_turns) == (1.0, 2)
+        assert (worker.about.success, worker.about.max_turns) == (1.0, 2)
         sessions = {f"session {prompt.id}": prompt for prompt in asked}
         await worker.open(sessions)
         for turn in range(2):

@@ -97,7 +97,7 @@ def test_the_list_of_allowed_plugins_may_name_one_that_offers_commands_alone(sit
 
 def test_a_command_of_ours_that_is_not_installed_names_what_installs_it():
     code = (
-        "import sys; from grpo_core import cli, commands; from grpo_core.plugins.commands import Commands\n"
+        "import sys; from grpo_core import cli, commands; from grpo_core.plugins.installed import Commands\n"
         "cli.find_commands = lambda core: Commands(commands={})\ncli.main()"
     )
     done = subprocess.run(

@@ -19,8 +19,8 @@ from grpo_core.commands.defaults import text
 from grpo_core.config import Config, as_table, as_toml, build, parse_setting
 from grpo_core.config.sections import PluginSections
 from grpo_core.contracts.errors import ConfigError
-from grpo_core.plugins import hints
 from grpo_core.plugins.host import PluginHost, listing
+from grpo_core.plugins.installed import KEYS
 from grpo_core.testing import check_config_sections
 
 SECTIONS = '''
@@ -211,7 +211,7 @@ def test_a_key_of_ours_that_is_not_installed_names_what_installs_it(monkeypatch)
 
 
 def test_the_keys_of_ours_are_not_those_of_the_core():
-    for key in hints.KEYS:
+    for key in KEYS:
         with pytest.raises(ConfigError, match="unknown configuration key"):
             build([parse_setting(f"{key}=1")])
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from grpo_core.processes import cores, cpu
+from grpo_core.processes import cpu, memory
 
 
 @pytest.fixture(autouse=True)
@@ -107,4 +107,4 @@ def test_freed_memory_is_given_back_once_a_process_has_grown_and_not_in_each_ste
 
 
 def test_a_process_knows_how_much_memory_it_takes():
-    assert cores.resident() > 50 << 20
+    assert memory.resident() > 50 << 20

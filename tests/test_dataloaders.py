@@ -27,8 +27,8 @@ from grpo_core.data.samplers import Mix, PromptStream
 from grpo_core.data.states import packed, unpacked
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
+from grpo_core.plugins.files import import_file
 from grpo_core.plugins.host import PluginHost
-from grpo_core.plugins.installed import import_file
 from grpo_plugin_curriculum.learnable_prompts import LearnablePrompts
 
 
@@ -418,6 +418,7 @@ NEW = """
 env = "x"
 data = "train.jsonl"
 validation_data = "hub:org/held_out"
+
 [tasks.t.data_options]
 prompt = "question"
 """

@@ -14,18 +14,29 @@ import time
 from collections import Counter
 
 import pytest
+from attrs import evolve
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from grpo_core import Environment
 from grpo_core.config import EnvironmentConfig
-from grpo_core.contracts.errors import ChildDied, Fault, GrpoError, PluginError, Unavailable
+from grpo_core.contracts.errors import (
+    ChildDied,
+    CodeError,
+    DeadlineExceeded,
+    Fault,
+    GrpoError,
+    PluginError,
+    Unavailable,
+)
 from grpo_core.contracts.incidents import reported_to
 from grpo_core.contracts.records import Episode, Judgement, Prompt, SessionStart
 from grpo_core.environments.dispatcher import Failure
+from grpo_core.environments.host import EnvironmentHost
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.plugins.host import PluginHost
-from grpo_core.plugins.selection import PluginSelection
+from grpo_core.plugins.installed import PluginSelection
 from grpo_core.processes.aio import Limit
 from grpo_core.processes.child import Child
 from grpo_core.testing import FakeEnvironment, HostedEnvironment, clock, finished
@@ -42,8 +53,10 @@ def late(message="late"):
 REFUSED, LATE = Unavailable("refused"), late()
 
 
-def failure(message, **options):
-    return Failure(message, message, Fault("ValueError", message), **options)
+def failure(cause, **options):
+    if isinstance(cause, str):
+        cause = CodeError(cause).carrying(Fault("ValueError", cause))
+    return Failure(cause, str(cause), **options)
 
 
 def saying(reply, *, prompt="p", group="g", session=None):
@@ -70,7 +83,7 @@ class Worker(FakeEnvironment):
         numbers = [int(episode.reply) for episode in items]
         self.running += slots
         self.most = max(self.most, self.running)
-        assert self.running <= max(1, self.concurrency), "no slot is taken twice"
+        assert self.running <= max(1, self.about.concurrency), "no slot is taken twice"
         self.batches.append(numbers)
         self.times.append(asyncio.get_running_loop().time())
         try:
@@ -241,7 +254,7 @@ def test_whatever_happens_each_gets_the_own_results_and_only_the_culprits_fail(
 ):
     """A negative number makes its call raise, or kills the process with all that runs there."""
     worker = Worker(needs_group=whole)
-    worker.slots, worker.concurrency = slots
+    worker.about = evolve(worker.about, slots=slots[0], concurrency=slots[1])
     alive = [0]
 
     async def call(method, items, taken):
@@ -333,7 +346,7 @@ def test_a_batch_whose_service_is_away_is_not_taken_apart_and_one_call_at_a_time
 def away(begin, end):
     def rule(numbers):
         here = not begin <= asyncio.get_running_loop().time() < end
-        return None if here else failure("refused", unavailable=REFUSED)
+        return None if here else failure(REFUSED)
 
     return rule
 
@@ -371,13 +384,13 @@ def test_a_service_that_stays_away_ends_the_run_after_its_budget(answers):
 @pytest.mark.parametrize("slots", [("none", 0), ("all", 4)], ids=["batches", "slots"])
 def test_a_prompt_that_its_service_never_answers_fails_alone_and_the_others_wait_for_nothing(why, slots):
     def rule(numbers):
-        return failure("never", unavailable=why) if 3 in numbers else None
+        return failure(why) if 3 in numbers else None
 
     async def story(ask, worker):
-        worker.slots, worker.concurrency = slots
+        worker.about = evolve(worker.about, slots=slots[0], concurrency=slots[1])
         calls = [ask(number, wait=number / 2, prompt=f"prompt {number % 9}") for number in range(40)]
         found = await asyncio.gather(*calls)
-        assert [each for (each,) in found] == ["never" if i == 3 else i * i for i in range(40)]
+        assert [each for (each,) in found] == [str(why) if i == 3 else i * i for i in range(40)]
         assert asyncio.get_running_loop().time() < 60
 
     told(story, Worker(rule))
@@ -387,10 +400,10 @@ def test_a_prompt_that_its_service_never_answers_fails_alone_and_the_others_wait
 def test_a_service_that_hangs_costs_no_reply(slots):
     def rule(numbers):
         here = asyncio.get_running_loop().time()
-        return None if here < 10 or here > 100 else failure("late", unavailable=LATE, cancelled=True)
+        return None if here < 10 or here > 100 else failure(DeadlineExceeded("late"))
 
     async def story(ask, worker):
-        worker.slots, worker.concurrency = slots
+        worker.about = evolve(worker.about, slots=slots[0], concurrency=slots[1])
         await ask(99)
         await asyncio.sleep(10.0)
         found = await asyncio.gather(*(ask(number) for number in range(8)))
@@ -408,12 +421,12 @@ def test_a_late_call_without_others_is_the_fault_of_its_prompt():
         assert await ask(2, 2, prompt="the same") == ["late", "late"]
         assert len(worker.batches) == 1 + 1 + 2
 
-    told(story, Worker(lambda numbers: failure("late", unavailable=LATE)))
+    told(story, Worker(lambda numbers: failure(LATE)))
 
 
 def test_a_service_is_tried_with_a_prompt_of_any_worker_that_has_not_failed_yet():
     def rule(numbers):
-        return failure("never", unavailable=REFUSED) if 0 in numbers else None
+        return failure(REFUSED) if 0 in numbers else None
 
     async def story():
         workers = [Worker(rule, seconds=0.1), Worker(rule, seconds=0.1)]
@@ -430,7 +443,7 @@ def test_a_service_is_tried_with_a_prompt_of_any_worker_that_has_not_failed_yet(
         return found
 
     with reported_to(lambda incident: None):
-        assert clock.run(story()) == ["never", *(i * i for i in range(1, 40))]
+        assert clock.run(story()) == [str(REFUSED), *(i * i for i in range(1, 40))]
 
 
 def test_a_call_cancelled_while_its_service_is_away_leaves_the_turn_to_others():
@@ -879,6 +892,30 @@ def test_sessions_open_in_slots_and_are_closed_once(file, tmp_path):
     assert told[4] == "judged wait 2"
     assert sorted(told[5:-1]) == [f"close wait {n}" for n in (1, 2, 3, 4)]
     assert told[-1] == "aclose"
+
+
+def test_a_session_is_closed_once_in_the_process_that_holds_it():
+    closed = []
+
+    class Held(Environment):
+        def prompts(self, split):
+            return []
+
+        def open(self, prompt):
+            return prompt.id
+
+        def evaluate(self, episodes):
+            return [1.0] * len(episodes)
+
+        def close(self, session):
+            closed.append(session)
+
+    host = EnvironmentHost.around(Held())
+    host.open([(name, Prompt(messages="?", id=name)) for name in "ab"])
+    host.close(["a"])
+    host.close(["a"])
+    host.end()
+    assert closed == ["a", "b"]
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from grpo_core import events
 from grpo_core.app import launch
 from grpo_core.config import read_toml
 from grpo_core.contracts import hookspecs
+from grpo_core.plugins.files import load_object
 from grpo_core.plugins.host import PluginHost
-from grpo_core.plugins.loading import load_object
 
 ROOT = Path(__file__).parent.parent
 

@@ -23,7 +23,7 @@ from grpo_core.contracts.records import Episode, Feedback, Judgement, Prompt
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.environments.host import EnvironmentHost
 from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.plugins.selection import PluginSelection
+from grpo_core.plugins.installed import PluginSelection
 
 SCENES = """
     import asyncio, os, signal, subprocess, sys, time
@@ -377,7 +377,7 @@ def test_an_environment_runs_in_a_process_without_cuda(scenes):
         )
         assert here == cuda == Judgement(reward=1.0)
         assert there.reward != os.getpid()
-        assert process.max_turns == 3
+        assert process.about.max_turns == 3
         assert process.starts == 1
         prompts = await process.prompts("validation")
         assert [prompt.environment for prompt in prompts] == ["play"] * 3

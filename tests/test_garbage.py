@@ -6,7 +6,7 @@ import sys
 
 def told(code):
     done = subprocess.run(
-        [sys.executable, "-c", "import gc\nfrom grpo_core.processes.garbage import *\n" + code],
+        [sys.executable, "-c", "import gc\nfrom grpo_core.processes.memory import *\n" + code],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     return done.stdout.split()

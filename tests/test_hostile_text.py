@@ -353,7 +353,7 @@ def test_a_held_out_prompt_that_fits_no_model_costs_only_its_own_rollouts(monkey
 
     monkeypatch.setattr(Context, "rollout", seen_too)
     environment = FakeEnvironment(lambda episode: evolve(right(episode), answer=episode.reply))
-    environment.needs_group = needs_group
+    environment.about = evolve(environment.about, needs_group=needs_group)
     results = validated(strategy, environment, engine=Bounded(100, reply=echo), retries=1)["task"]
     assert results["prompts"] == 8
     assert results["accuracy_low"] <= 0.8

@@ -10,17 +10,17 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import venv
 from pathlib import Path
 
 import pytest
 from attrs import evolve
+from bare import bare_venv
 
 from grpo_core.config import EnvironmentConfig
 from grpo_core.contracts.errors import ConfigError, GrpoError, SelectionError
 from grpo_core.contracts.records import AgentClient, Episode, Prompt
 from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.plugins.selection import PluginSelection
+from grpo_core.plugins.installed import PluginSelection
 from grpo_core.processes.interpreters import OLDEST, Interpreter
 
 ABROAD = '''
@@ -91,10 +91,8 @@ KEYED = """
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory):
-    """A virtual environment in which nothing is installed."""
-    place = tmp_path_factory.mktemp("abroad") / "bare"
-    venv.create(place, symlinks=True, with_pip=False)
-    return place
+    """A virtual environment with the packages that are needed, and nothing else."""
+    return bare_venv(tmp_path_factory.mktemp("abroad") / "bare")
 
 
 @pytest.fixture
@@ -143,11 +141,11 @@ def told(spec, **config):
 
 
 @pytest.mark.long
-def test_an_environment_runs_in_a_virtual_environment_where_nothing_is_installed(abroad, bare):
+def test_an_environment_runs_in_a_virtual_environment_with_three_packages(abroad, bare):
     there = told(abroad, python=str(bare))
     assert there["prefix"] == str(bare)
     assert there["python"] == str(bare / "bin" / "python"), "programs that it starts are those of its home"
-    ours = {"attr", "attrs", "grpo_core", "grpo_core_bootstrap", "pluggy", "packaging"}
+    ours = {"attr", "attrs", "grpo_core", "grpo_core_schemas", "pluggy", "packaging"}
     of_the_test = {"__main__"}
     assert {*there["packages"]} <= ours | of_the_test, "no torch, transformers or numpy"
 
@@ -266,13 +264,13 @@ def version(request):
 
 @pytest.fixture(scope="module")
 def home(version, tmp_path_factory):
-    """A virtual environment of a Python, where nothing is installed but what is asked for."""
+    """A virtual environment of a Python, where only what is needed is installed."""
     place = tmp_path_factory.mktemp("home") / "venv"
     subprocess.run([version[1], "-m", "venv", "--without-pip", place], check=True)
     try:
         Interpreter.find(str(place))
     except ConfigError as refusal:
-        asked = shlex.split(str(refusal).rpartition(" -m pip ")[2])  # no pip is installed there
+        asked = shlex.split(str(refusal).rpartition(" -m pip ")[2])  # the venv has no pip
         pip = [sys.executable, "-m", "pip", "--python", place / "bin" / "python", "--quiet"]
         done = subprocess.run([*pip, *asked], capture_output=True, text=True, check=False)
         if done.returncode:
@@ -419,7 +417,10 @@ def program(tmp_path, says):
     ("says", "why"),
     [
         ("[[3, 10, 18], {}]", r"is Python 3.10.18: an environment needs 3.11 or newer"),
-        ('[[3, 12, 1], {"attrs": "19.3.0"}]', r"has attrs 19.3.0.*-m pip install 'attrs>=23.1'"),
+        (
+            '[[3, 12, 1], {"attrs": "19.3.0", "packaging": "24.0"}]',
+            r"has attrs 19.3.0, no pluggy; .* -m pip install 'attrs>=23.1' 'pluggy>=1.0'$",
+        ),
         ("hello", r"does not answer as a Python interpreter"),
     ],
 )
@@ -500,10 +501,11 @@ def test_no_file_of_a_run_has_the_secret_that_its_environment_uses(tmp_path, bar
 
 ALONE = """
 import importlib.util, sys
-spec = importlib.util.spec_from_file_location("bootstrap", sys.argv[1])
-bootstrap = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(bootstrap)
-assert bootstrap._alone(sys.argv[2]).get_json_schema(None) == "no torch"
+spec = importlib.util.spec_from_file_location("schemas", sys.argv[1])
+schemas = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(schemas)
+schemas.given = sys.argv[2]
+assert schemas.chat_template_utils().get_json_schema(None) == "no torch"
 assert "numpy" not in sys.modules, "whoever imports it later must hear that it is missing"
 """
 
@@ -515,7 +517,7 @@ def test_schemas_of_tools_need_no_numpy(tmp_path):
         "import numpy as np\nfrom . import logging\nfrom .import_utils import is_torch_available\n"
         "def get_json_schema(function):\n    return 'torch' if is_torch_available() else 'no torch'\n"
     )
-    bootstrap = Path(__file__).parents[1] / "grpo_core" / "processes" / "bootstrap.py"
-    command = [sys.executable, "-I", "-S", "-c", ALONE, str(bootstrap), str(module)]
+    schemas = Path(__file__).parents[1] / "grpo_core" / "processes" / "schemas.py"
+    command = [sys.executable, "-I", "-S", "-c", ALONE, str(schemas), str(module)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -29,7 +29,6 @@ COMPARED = {
         "group",
     ): "a value of the option `scale`, which is also the name of an advantage",
     ("data/states.py", "torch"): "the package, which is also the name of the trainer",
-    ("environments/tools.py", "torch"): "the package, which is also the name of the trainer",
     ("processes/client.py", "http"): "a scheme of addresses, which is also the name of an engine",
     ("validation/runner.py", "batched"): "a mode of the strategy, which is also the name of a strategy",
 }

@@ -243,8 +243,8 @@ def test_options_of_the_core_loss_that_make_no_sense_are_named(options: dict[str
         ({"correction": {"cap": 0.0}}, "'loss.options.correction': 'cap' must be > 0: 0.0"),
         ({"kl": {"coefficient": -0.1}}, "'coefficient' must be >= 0: -0.1"),
         ({"kl": {"coefficient": math.inf}}, "'coefficient' must be < inf"),
-        ({"kl_coefficient": 0.1}, "write\n[loss.options]\nkl.coefficient = 0.1"),
-        ({"importance_cap": 3.0}, "write\n[loss.options]\ncorrection.cap = 3.0"),
+        ({"kl_coefficient": 0.1}, "write\n[loss.options.kl]\ncoefficient = 0.1"),
+        ({"importance_cap": 3.0}, "write\n[loss.options.correction]\ncap = 3.0"),
     ],
 )
 def test_tables_of_the_core_loss_that_do_not_fit_are_named(options: dict[str, Any], problem: str) -> None:

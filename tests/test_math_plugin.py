@@ -11,7 +11,7 @@ from grpo_core.contracts.errors import PluginError
 from grpo_core.contracts.records import Episode, Prompt
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.plugins.host import PluginHost, listing
-from grpo_core.plugins.selection import PluginSelection
+from grpo_core.plugins.installed import PluginSelection
 
 NAMES = (
     "addition",

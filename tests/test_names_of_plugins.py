@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from grpo_core.contracts.hookspecs import Role
-from grpo_core.plugins.hints import INSTALLS
 from grpo_core.plugins.host import BUILT_IN, HOOKS, PluginHost
+from grpo_core.plugins.installed import INSTALLS
 
 CORE = Path(__file__).parent.parent / "grpo_core"
 SELECTING = {

@@ -14,7 +14,6 @@ import textwrap
 import threading
 import time
 import urllib.request
-from types import MappingProxyType
 
 import pytest
 from attrs import evolve
@@ -34,7 +33,7 @@ from grpo_core.environments.host import EnvironmentHost
 from grpo_core.environments.outages import LONGEST, Outage, unavailable
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.plugins.selection import PluginSelection
+from grpo_core.plugins.installed import PluginSelection
 from grpo_core.testing import FakeEngine, FakeEnvironment, clock
 from grpo_core.text.credentials import Mask
 from grpo_core.validation.runner import Context, run_strategy
@@ -287,14 +286,11 @@ def test_a_deadline_of_a_rollout_still_ends_what_is_late_for_another_reason():
 class Host:
     """A worker of a pool that plays an environment in this process, without batches."""
 
-    slots, runs_agents, agents, player, concurrency = "none", False, 0, None, 0
-    combine = MappingProxyType({})
+    player = None
 
     def __init__(self, made):
         self.host = EnvironmentHost.around(made)
-        told = self.host.description()
-        self.max_turns, self.needs_group, self.success = told["max_turns"], told["needs_group"], None
-        self.has_sessions = told["sessions"]
+        self.about = evolve(self.host.description(), slots="none", concurrency=0, agents=0, combine={})
 
     async def start(self):
         return None

@@ -12,7 +12,7 @@ from grpo_core.config import as_table, build
 from grpo_core.contracts.errors import PluginError
 from grpo_core.plugins.configured import configured
 from grpo_core.plugins.host import PluginHost
-from grpo_core.plugins.selection import PluginSelection
+from grpo_core.plugins.installed import PluginSelection
 
 
 def test_every_plugin_in_a_file_has_an_absolute_path_in_the_run(tmp_path, monkeypatch):

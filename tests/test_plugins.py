@@ -15,8 +15,8 @@ import grpo_core
 from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.contracts.records import Episode, Prompt
 from grpo_core.plugins.files import FILE_PREFIX, module_name
-from grpo_core.plugins.hints import install_command
 from grpo_core.plugins.host import HOOKS, Plugin, PluginHost, listing
+from grpo_core.plugins.installed import install_command
 from grpo_plugin_devkit.objectives import a_group
 
 VERSION = grpo_core.__version__

@@ -20,7 +20,7 @@ from grpo_core.contracts.records import Episode, Judgement, Prompt, SessionStart
 from grpo_core.environments.host import EnvironmentHost
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
-from grpo_core.plugins.selection import PluginSelection
+from grpo_core.plugins.installed import PluginSelection
 from grpo_core.testing import FakeEngine, FakeRenderer
 
 PLAYGROUND = """

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from documents import PAGES, ROOT, blocks
 
-from grpo_core.plugins.installed import import_file
+from grpo_core.plugins.files import import_file
 from grpo_plugin_devkit import new as scaffold
 
 SHOWS = re.compile(r"def prompts\(")

@@ -48,7 +48,7 @@ from grpo_core.loop.schedule import schedule
 from grpo_core.models import files
 from grpo_core.plugins.host import PluginHost
 from grpo_core.processes import cpu
-from grpo_core.processes.cores import thread_count
+from grpo_core.processes.memory import thread_count
 from grpo_core.testing import FakeEngine, FakeEnvironment
 from grpo_core.training import microbatch
 from grpo_core.training.budget import fitting, token_budget

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 
 from grpo_core.app.make import make
 from grpo_core.app.parts import Parts
@@ -79,11 +80,12 @@ class Worker(FakeEnvironment):
 
     def __init__(self, number: int, **options) -> None:
         super().__init__(lambda episode: Feedback(reward=float(number)), **options)
-        self.number, self.sessions, self.closed, self.has_sessions = number, [], False, True
+        self.number, self.sessions, self.closed = number, [], False
+        self.about = evolve(self.about, has_sessions=True)
         self.seen: list[str] = []
 
     async def start(self):
-        self.max_turns = 3
+        self.about = evolve(self.about, max_turns=3)
 
     async def open(self, some):
         self.sessions += some
@@ -115,7 +117,7 @@ def test_episodes_are_shared_by_groups_and_answered_in_order():
     async def story():
         workers, pool = environments(2)
         await pool.start()
-        assert pool.max_turns == 3
+        assert pool.about.max_turns == 3
         asked = [episode for pair in zip(episodes("a"), episodes("b"), strict=True) for episode in pair]
         feedback = await pool.evaluate(asked)
         assert [each.reward for each in feedback] == [0.0, 1.0] * 4

@@ -21,7 +21,7 @@ from grpo_core.app.session import Session, prepare, start_session
 from grpo_core.app.stopping import Stop
 from grpo_core.config import merge
 from grpo_core.contracts.errors import ConfigError, GrpoError, wrong_input
-from grpo_core.plugins.installed import importing_file
+from grpo_core.plugins.files import importing_file
 from grpo_core.processes.aio import to_the_end
 from grpo_core.processes.interrupts import received
 from grpo_core.processes.secrets import inert

@@ -18,9 +18,9 @@ from grpo_core.contracts.records import Prompt
 from grpo_core.loop import checkpoint
 from grpo_core.models.files import ADAPTERS, check_path, hub_cache, local_directory, size_of, weights_digest
 from grpo_core.plugins.configured import configured
-from grpo_core.plugins.hints import install_command
 from grpo_core.plugins.host import PluginHost
-from grpo_core.plugins.paths import absolute
+from grpo_core.plugins.installed import install_command
+from grpo_core.plugins.values import absolute
 from grpo_core.processes.aio import in_own_loop
 from grpo_core.storage.published import FILE
 from grpo_core.storage.run_directory import CONFIG, RunDirectory
@@ -46,10 +46,6 @@ def silent(message: str, part: float | None = None) -> None:
 
 class SolvingEnvironment(EnvironmentClient, Protocol):
     """An environment that may know replies with a full reward."""
-
-    @property
-    def runs_agents(self) -> bool:
-        """Whether its agents play their rollouts by themselves."""
 
     async def solve(self, prompts: Sequence[Prompt]) -> list[str | None]: ...
 

@@ -55,7 +55,7 @@ from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.offers import Bound
 from grpo_core.plugins.transports import find_transport
 from grpo_core.processes.aio import UNLIMITED, FairSemaphore
-from grpo_core.processes.cores import thread_count
+from grpo_core.processes.memory import thread_count
 from grpo_core.storage.published import Published
 from grpo_core.text.rendering import Renderer
 from grpo_core.validation.runner import Context, HeldOut, Validation
@@ -578,7 +578,7 @@ class Parts:
         def observe(task: str, rollouts: Sequence[Rollout], attempts: int) -> None:
             for each in rollouts:
                 lost.observe(each)
-            for failed in failures_of_calls(rollouts, needs_group=environments[task].needs_group):
+            for failed in failures_of_calls(rollouts, needs_group=environments[task].about.needs_group):
                 again = attempts == 0 < max_retries
                 budgets[task].observe(failed, last=not again)
 

@@ -37,7 +37,7 @@ async def judge_one_reply(
     """
     for task, part in prompts.items():
         environment = environments[task]
-        if environment.player is not None or environment.needs_group or not part:
+        if environment.player is not None or environment.about.needs_group or not part:
             continue
         (solved,) = [None] if hints else await environment.solve(part[:1])
         reply = {"role": "assistant", "content": solved or "I do not know."}
@@ -50,7 +50,7 @@ async def judge_one_reply(
             raise PluginError(f"task {task!r}: {feedback.error}").carrying(fault)
         if fault is not None and fault.kind == BAD_REWARD:
             raise PluginError(f"task {task!r}: reply {reply['content']!r:.80}: {feedback.error}")
-        if hints and environment.max_turns == 1 and part[0].hint is feedback.hint is None:
+        if hints and environment.about.max_turns == 1 and part[0].hint is feedback.hint is None:
             raise ConfigError(f"task {task!r} gives no hints, from which the loss learns: set Prompt.hint")
 
 
@@ -142,7 +142,7 @@ def _fits(most: int, renderer: Renderer, tools: Tools, prompt: Prompt) -> bool:
 
 async def shown_tools(environment: EnvironmentClient, prompts: Sequence[Prompt]) -> Tools:
     """Return the tools of the first prompt as an estimate for all prompts."""
-    if environment.max_turns == 1 or environment.player is not None:
+    if environment.about.max_turns == 1 or environment.player is not None:
         return ()
     (opened,) = await environment.open({"first look": prompts[0]})
     await environment.close(["first look"])

@@ -1,6 +1,6 @@
 """The files that a configuration names, from any directory, and the software that a run uses.
 
-Paths in the options of plugins count from the directory in which the run was started (``plugins.paths``).
+Paths in the options of plugins count from the directory in which the run was started (``plugins.values``).
 ``provenance.jsonl`` in the directory of a run has a line for each start, so it shows a resume with other
 versions.
 """
@@ -25,9 +25,9 @@ from grpo_core._version import __version__
 from grpo_core.app.model_sources import scoring_model
 from grpo_core.config import Config, as_table, build
 from grpo_core.models.files import directory_here, text_files
+from grpo_core.plugins.files import in_file
 from grpo_core.plugins.host import BUILT_IN, PluginHost
-from grpo_core.plugins.installed import in_file
-from grpo_core.plugins.paths import absolute
+from grpo_core.plugins.values import absolute
 from grpo_core.storage.disk import fingerprint
 from grpo_core.storage.run_directory import PROVENANCE
 

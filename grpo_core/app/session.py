@@ -42,7 +42,7 @@ from grpo_core.loop.rollout import RolloutRequest, derive_seed, play
 from grpo_core.plugins.host import NO_OFFERS, Offers
 from grpo_core.processes.aio import gather, in_own_loop
 from grpo_core.processes.child import scratch_directory
-from grpo_core.processes.cores import thread_count
+from grpo_core.processes.memory import thread_count
 from grpo_core.processes.secrets import masked
 from grpo_core.reporting.files import metrics_line
 from grpo_core.reporting.stored import write_validation

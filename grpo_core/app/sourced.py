@@ -14,7 +14,7 @@ from grpo_core.contracts.errors import PluginError
 from grpo_core.contracts.records import Prompt
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.plugins.host import PluginHost
-from grpo_core.plugins.selection import PluginSelection
+from grpo_core.plugins.installed import PluginSelection
 
 DATA = ("data", "data_options", "validation_data")
 """Keys of a task that may be among the options of an environment."""

@@ -190,11 +190,11 @@ async def _playing(
     """Give the started environments the players of their tasks."""
     shared: dict[tuple[str | None, str], list[str]] = defaultdict(list)
     for name, task in tasks.items():
-        player = task.player or (None if environments[name].runs_agents else "turns")
+        player = task.player or (None if environments[name].about.runs_agents else "turns")
         shared[player, repr(task.player_options)].append(name)
     async with contextlib.AsyncExitStack() as stack:
         for (player, _), names in shared.items():
-            runs = {name: environments[name].runs_agents for name in names}
+            runs = {name: environments[name].about.runs_agents for name in names}
             host, remote = parts.config.environment.agent_host, parts.placement.remote
             setup = PlayerSetup(tasks=runs, host=host, remote=remote)
             made = make_player(parts.plugins, player, setup, tasks[names[0]].player_options)

@@ -20,7 +20,7 @@ from grpo_core.config import Config, TaskConfig, as_table
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.loop.checkpoint import choose_checkpoint
 from grpo_core.models.files import ADAPTERS, ModelFiles
-from grpo_core.plugins.loading import load_object
+from grpo_core.plugins.files import load_object
 from grpo_core.plugins.options import Flag
 from grpo_core.storage.run_directory import RunDirectory, planned_steps
 

@@ -18,8 +18,8 @@ from grpo_core.config import check_settings, merge, parse_settings, read_toml
 from grpo_core.config.run import steps_of_profile
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.loop.endings import GOAL_REACHED
-from grpo_core.plugins.hints import install_command
 from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.installed import install_command
 from grpo_core.plugins.options import AsJson, Flag, Settings, Words
 from grpo_core.processes.aio import to_the_end
 from grpo_core.processes.interrupts import INTERRUPTED

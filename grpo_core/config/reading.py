@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
 import tomllib
@@ -21,7 +20,7 @@ from grpo_core.config.run import NAMED, TASK_NAME, TRUNCATIONS, Config
 from grpo_core.config.sections import NO_SECTIONS, PluginSections, keys_of
 from grpo_core.contracts.errors import ALIASES, ConfigError, did_you_mean
 from grpo_core.contracts.records import SectionValues, name_of_class
-from grpo_core.contracts.typed import wrong
+from grpo_core.contracts.typed import of_plain, wrong
 from grpo_core.models.files import taken_elsewhere
 from grpo_core.text.credentials import secrets_in
 
@@ -44,11 +43,10 @@ def new_lines(where: str, table: Mapping[str, Any]) -> str:
         data, held_out = held_out or data, ""
     dropped = [key for key in ("where", "workers") if source.pop(key, None)]
     options = {**source, **dict(table.get("dataloader_options", {}))}
-    lines = [f"[{where}]", *(f"{key} = {json.dumps(table[key])}" for key in ("env", "task") if key in table)]
-    lines += [f"data = {json.dumps(data)}"] if data else []
-    lines += [f"validation_data = {json.dumps(held_out)}"] if held_out else []
-    if options:
-        lines += [f"[{where}.data_options]", *(f"{key} = {_value(value)}" for key, value in options.items())]
+    lines = {key: table[key] for key in ("env", "task") if key in table}
+    lines |= {"data": data} if data else {}
+    lines |= {"validation_data": held_out} if held_out else {}
+    lines |= {"data_options": options} if options else {}
     names = " and ".join(f"{where}.{key}" for key in old)
     more = (
         f"\n{' and '.join(dropped)} cannot be written here: a dataloader of a few lines selects rows and "
@@ -56,7 +54,7 @@ def new_lines(where: str, table: Mapping[str, Any]) -> str:
         if dropped
         else ""
     )
-    return f"{names}: `data` names the prompts of a task now; write\n" + "\n".join(lines) + more
+    return f"{names}: `data` names the prompts of a task now; write\n{lines_of(where, lines)}{more}"
 
 
 def _data(path: Any) -> str:
@@ -65,10 +63,18 @@ def _data(path: Any) -> str:
     return f"hub:{path}" if path and not Path(path).suffix and not Path(path).exists() else path
 
 
-def _value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {_value(each)}" for key, each in value.items()) + " }"
-    return json.dumps(value, default=str)
+def lines_of(where: str, table: Mapping[str, Any]) -> str:
+    """Return the lines of TOML of a table, whose key is ``where``."""
+    import tomli_w
+
+    return tomli_w.dumps(_below(where, table)).strip()
+
+
+def _below(key: str, value: Any) -> dict[str, Any]:
+    """Return ``{"a": {"b": value}}`` for the key ``a.b``."""
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return typing.cast("dict[str, Any]", value)
 
 
 def score_lines(key: str, table: Mapping[str, Any]) -> str:
@@ -82,8 +88,7 @@ def score_lines(key: str, table: Mapping[str, Any]) -> str:
         lines = lines if every else {"weights": "start"}
     else:
         return ""
-    written = "\n".join(f"{name} = {_value(value)}" for name, value in lines.items())
-    return f"configuration key {key!r}: the {name} is a score now; write\n[scores.{name}]\n{written}"
+    return f"configuration key {key!r}: the {name} is a score now; write\n{lines_of(f'scores.{name}', lines)}"
 
 
 # ---------------------------------------------------------------------------------- problems
@@ -160,10 +165,8 @@ def _nearest(key: str, known: Mapping[str, Any], prefix: str, sections: PluginSe
 
 def _is_of(value: Any, kind: Any) -> bool:
     """Return whether a value of TOML is of a type; a whole number may be written as 1e3."""
-    if kind not in (int, float) or isinstance(value, bool):
-        return kind in (bool, str) and isinstance(value, kind)
-    number = isinstance(value, int | float) and value == value
-    return number and (kind is float or float(value).is_integer())
+    whole = kind is int and isinstance(value, float) and value.is_integer()
+    return whole or (of_plain(value, kind) and value == value)
 
 
 def _expected(where: str, expected: str, value: Any) -> str:
@@ -233,10 +236,7 @@ def parse_setting(setting: str) -> dict[str, Any]:
         value = text
     except RecursionError:
         raise ConfigError(f"--set {key}: its value is nested too deeply") from None
-    nested: Any = value
-    for part in reversed(key.strip().split(".")):
-        nested = {part: nested}
-    return typing.cast("dict[str, Any]", nested)
+    return _below(key.strip(), value)
 
 
 def parse_settings(settings: Iterable[str], onto: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -363,10 +363,7 @@ def as_table(config: Config) -> dict[str, Any]:
     table["tracking"] |= table["tracking"].pop("options")
     del table["sections"]
     for section in config.sections:
-        nested = section.values
-        for name in reversed(section.name.split(".")):
-            nested = {name: nested}
-        table = merge(table, nested)
+        table = merge(table, _below(section.name, section.values))
     return typing.cast("dict[str, Any]", _without_none(table))
 
 

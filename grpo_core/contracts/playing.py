@@ -11,7 +11,7 @@ from attrs import field, frozen
 from grpo_core.contracts.completions import check_completions
 from grpo_core.contracts.errors import EngineError
 from grpo_core.contracts.incidents import report
-from grpo_core.contracts.protocols import Engine, Renderer
+from grpo_core.contracts.protocols import Description, Engine, Renderer
 from grpo_core.contracts.records import (
     AgentClient,
     Completion,
@@ -167,11 +167,8 @@ async def completed(
 class EnvironmentClient(Protocol):
     """An environment in its process, as the rollout code calls it."""
 
-    max_turns: int
-    needs_group: bool
-    success: float | None
-    combine: Mapping[str, str]
-    """How the metrics of turns are combined, by name; see ``Environment.combine``."""
+    about: Description
+    """What it declares; known once it has started."""
     player: Player | None
     """The player of its rollouts; None plays them turn by turn."""
 

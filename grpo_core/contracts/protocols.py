@@ -166,6 +166,46 @@ class Environment:
         return None
 
 
+Slotted = Literal["none", "tools", "all"]
+"""Which calls run in slots, one episode each: none, tool calls and ``open``, or all."""
+
+
+@frozen(kw_only=True)
+class Description:
+    """The declarations of an environment, as its process describes them when it has started."""
+
+    who: str = "environment"
+    """Name of the environment in messages."""
+    max_turns: int = Environment.max_turns
+    needs_group: bool = Environment.needs_group
+    success: float | None = Environment.success
+    combine: Mapping[str, str] = Environment.combine
+    """How the metrics of turns are combined, by name; see ``Environment.combine``."""
+    slots: Slotted = "none"
+    """The calls that run in slots; the others are worth merging."""
+    concurrency: int = 0
+    """Number of slots; 0 is one call at a time."""
+    deadline: float = 0.0
+    """Seconds after which a call is late."""
+    cancellable: bool = False
+    """Whether a late call can be cancelled."""
+    agents: int = 0
+    """Number of rollouts that its agent plays at once; 0 if they are played turn by turn."""
+    has_sessions: bool = False
+    """Whether the environment defines ``open``."""
+    has_aclose: bool = False
+    """Whether it defines ``aclose``."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """JSON schemas of its tools."""
+    memory: int = 0
+    """Resident bytes of its process when that had started."""
+
+    @property
+    def runs_agents(self) -> bool:
+        """Whether its agents play their rollouts by themselves."""
+        return self.agents > 0
+
+
 @runtime_checkable
 class Loader(Protocol):
     """The endless stream of one task's prompts, epoch after epoch, resumed exactly.

@@ -59,13 +59,16 @@ def checked(value: Any, kind: Any, where: str = "") -> Any:
     return value
 
 
-def of_json(value: Any, kind: Any) -> bool:
-    """Return whether a value that was read from JSON is of a type that is not a container."""
+def of_plain(value: Any, kind: Any) -> bool:
+    """Return whether a value is of a type that is not a container; a bool is no number."""
     if kind in (int, float) and isinstance(value, bool):
         return False
-    if kind is float and isinstance(value, int | float):
-        return math.isfinite(value)
-    return isinstance(value, kind)
+    return isinstance(value, int | float if kind is float else kind)
+
+
+def of_json(value: Any, kind: Any) -> bool:
+    """Return whether a value of a JSON file is of such a type; its numbers are finite."""
+    return of_plain(value, kind) and (kind is not float or math.isfinite(value))
 
 
 def wrong(

@@ -28,7 +28,7 @@ from grpo_core.data.positions import columns_of
 from grpo_core.data.repeats import exact_digest
 from grpo_core.data.sizes import size
 from grpo_core.data.workers import prepare_workers
-from grpo_core.plugins.installed import in_file
+from grpo_core.plugins.files import in_file
 from grpo_core.plugins.offers import signature_of
 from grpo_core.text.messages import MessageError, prompt_messages
 from grpo_core.text.messages import readable as readable_prompt

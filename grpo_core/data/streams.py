@@ -22,7 +22,7 @@ from grpo_core.data.positions import Difference, Fingerprint, difference, finger
 from grpo_core.data.rows import ignore_warnings_of_torchdata, is_of, readable
 from grpo_core.data.states import packed, unpacked
 from grpo_core.plugins.host import PluginHost
-from grpo_core.plugins.selection import PluginSelection
+from grpo_core.plugins.installed import PluginSelection
 from grpo_core.processes.child import Child
 
 EVERY = 32

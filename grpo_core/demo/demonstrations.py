@@ -64,10 +64,11 @@ async def _played(environment: SolvingEnvironment, prompts: Sequence[Prompt]) ->
     starts = {f"solution {i}": prompt for i, prompt in enumerate(prompts)}
     said = {name: [_text(prompt.messages)] for name, prompt in starts.items()}
     talks = dict(starts)
-    several = environment.max_turns > 1 and not environment.runs_agents  # an agent sends its own prompts
+    # an agent sends its own prompts
+    several = environment.about.max_turns > 1 and not environment.about.runs_agents
     try:
         tools = any(opened.tools for opened in await environment.open(starts)) if several else False
-        for turn in range(environment.max_turns):
+        for turn in range(environment.about.max_turns):
             solved = zip(talks.items(), await environment.solve(list(talks.values())), strict=True)
             replies = {name: (talk, reply) for (name, talk), reply in solved if reply is not None}
             for name, (_, reply) in replies.items():

@@ -63,7 +63,7 @@ class TinyModel:
             return StartModel(path=path, positions=size_of(path, "max_position_embeddings"))
         prompts = await request.prompts()
         solved = await demonstrations(request.environments, prompts) if self._warm_start_steps != 0 else ()
-        turns = max((each.max_turns for each in request.environments.values()), default=1)
+        turns = max((each.about.max_turns for each in request.environments.values()), default=1)
         positions, max_tokens = lengths(solved, turns)
         make = partial(
             _make,

@@ -26,10 +26,18 @@ from typing import Any, Protocol, TypeVar
 
 from attrs import define, field, frozen
 
-from grpo_core.contracts.errors import Fault, GrpoError, PluginError, Unavailable
+from grpo_core.contracts.errors import (
+    DeadlineExceeded,
+    GrpoError,
+    PluginError,
+    Unavailable,
+    describe,
+    fault_of,
+)
 from grpo_core.contracts.incidents import report
+from grpo_core.contracts.protocols import Description, Slotted
 from grpo_core.contracts.records import Episode, Judgement, Prompt, SessionStart
-from grpo_core.environments.host import Slotted, calls_of, units
+from grpo_core.environments.host import calls_of, units
 from grpo_core.environments.outages import JITTER, Outage, unavailable
 from grpo_core.processes.aio import UNLIMITED, cancel, not_counted
 
@@ -50,28 +58,31 @@ class Failure:
     """Why a call has no results.
 
     Attributes:
+        cause: what it raised.
         brief: what happened, in one line.
-        unavailable: the error of the service, or None if it is not at fault.
-        cancelled: whether it was cancelled at its deadline.
         died: whether its process died or was killed.
         alone: whether no other call was running then.
     """
 
-    error: str
+    cause: Exception
     brief: str
-    fault: Fault
-    unavailable: Unavailable | None = None
-    cancelled: bool = False
     died: bool = False
     alone: bool = False
+
+    @property
+    def unavailable(self) -> Unavailable | None:
+        """The error of the service, or None if it is not at fault."""
+        if isinstance(self.cause, DeadlineExceeded):
+            late = Unavailable(str(self.cause))
+            late.timed_out = True
+            return late
+        return self.cause if isinstance(self.cause, Unavailable) else None
 
 
 class Caller(Protocol):
     """Makes the calls: a worker."""
 
-    @property
-    def concurrency(self) -> int:
-        """Number of slots; 0 is one call at a time."""
+    about: Description
 
     async def call(self, method: str, items: Sequence[Any], slots: int) -> Sequence[Any] | Failure:
         """Return a result for each item; no other call takes the ``slots`` meanwhile."""
@@ -148,7 +159,8 @@ class Unit:
         return self.batch is not None or (self.slots > 1 and not self.slotted) or self.service.suspects(self)
 
     def failed(self, failure: Failure) -> list[Any]:
-        result = self.record(error=failure.error, fault=failure.fault, unavailable=failure.unavailable)
+        cause = failure.cause
+        result = self.record(error=describe(cause), fault=fault_of(cause), unavailable=failure.unavailable)
         return [result] * len(self.items)
 
     def deliver(self, results: Sequence[Any]) -> None:
@@ -184,13 +196,13 @@ class Services(dict[str, "Service"]):
         service = self[name] = self._make()
         return service
 
-    def evaluations(self, episodes: Sequence[Episode], slots: Slotted, *, whole_groups: bool) -> list[Unit]:
+    def evaluations(self, episodes: Sequence[Episode], about: Description) -> list[Unit]:
         """Return the units of episodes, in order."""
         made = []
-        for part in units(episodes, whole_groups=whole_groups):
+        for part in units(episodes, whole_groups=about.needs_group):
             calls = calls_of(part[0])
             service = self[f"tool {calls[0]['function']['name']}" if calls else "evaluate"]
-            slotted = slots == "all" or (slots == "tools" and bool(calls))
+            slotted = about.slots == "all" or (about.slots == "tools" and bool(calls))
             made.append(Unit("evaluate", service, part[0].prompt.id, part, slotted=slotted))
         return made
 
@@ -382,11 +394,10 @@ class Service:
         )
 
 
-@frozen
 class _Single:
     """Calls functions, any number at once."""
 
-    concurrency: int = UNLIMITED
+    about = Description(concurrency=UNLIMITED)
 
     async def call(self, method: str, items: Sequence[Any], slots: int) -> Sequence[Any]:
         return [await item() for item in items]
@@ -493,7 +504,7 @@ class Dispatcher:
 
     def _next(self, *, waited: bool) -> tuple[list[Unit], int, bool] | None:
         """Return the units of the next call, the number of its slots, and whether the unit is alone."""
-        number = max(1, self._caller.concurrency)
+        number = max(1, self._caller.about.concurrency)
         free = number - self._taken
         batch: list[Unit] = []
         size = 0
@@ -593,14 +604,14 @@ class Dispatcher:
                 each.batch = batch
             self.put_first(some)
             return
-        if failure.died and not failure.alone and slots < self._caller.concurrency:
+        if failure.died and not failure.alone and slots < self._caller.about.concurrency:
             unit.slots = slots * COMPANY
             self.put_first([unit])
             return
-        if failure.cancelled:
+        if isinstance(failure.cause, DeadlineExceeded) and not failure.died:
             report("deadline", self._who, failure.brief)
         elif not failure.died:
-            report("call_failed", self._who, failure.brief, fault=failure.fault)
+            report("call_failed", self._who, failure.brief, fault=fault_of(failure.cause))
         results = unit.failed(failure)
         self._count(unit, failure)
         if error is not None:
@@ -627,7 +638,7 @@ class Dispatcher:
                 self._who,
                 f"batches of {batch.size} fail ({batch.failure.brief}); {batch.succeeded} of {batch.units} "
                 f"{'single calls' if batch.size == batch.units else 'calls with one group'} succeed",
-                fault=batch.failure.fault,
+                fault=fault_of(batch.failure.cause),
             )
 
     async def _withdraw(self, asked: _Asked) -> None:

@@ -15,8 +15,8 @@ import math
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import attrs
@@ -30,7 +30,7 @@ from grpo_core.contracts.errors import (
     fault_of,
     shown,
 )
-from grpo_core.contracts.protocols import Environment, Tool
+from grpo_core.contracts.protocols import Description, Environment, Tool
 from grpo_core.contracts.records import AgentClient, Episode, Judgement, Prompt, SessionStart
 from grpo_core.contracts.rewards import COMBINED, EVERY
 from grpo_core.contracts.unicode import lone_surrogate, unreadable, well_formed
@@ -40,13 +40,15 @@ from grpo_core.environments.outages import unavailable
 from grpo_core.environments.tools import Toolbox, message, tools_of
 from grpo_core.plugins.files import FILE_PREFIX
 from grpo_core.plugins.host import PluginHost
-from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
-from grpo_core.processes import bootstrap
+from grpo_core.plugins.installed import ALL_PLUGINS, PluginSelection
 from grpo_core.processes.aio import gather
-from grpo_core.processes.cores import resident
+from grpo_core.processes.memory import resident
 from grpo_core.processes.served import Call, Connection
 from grpo_core.text.credentials import NOTHING_HIDDEN
 from grpo_core.text.messages import readable
+
+SESSION_ENDED = "its session ended with the process that held it"
+"""The error of a rollout that is lost."""
 
 MOST_PROMPTS = 100_000
 """Limit for a generator of prompts: all are drawn at once, because an epoch needs a length."""
@@ -68,9 +70,6 @@ DEADLINE = 30.0
 
 AGENT_TURNS = 1000
 """Largest number of completions of an agent that declares no limit: it ends by itself."""
-
-Slotted = Literal["none", "tools", "all"]
-"""Which calls run in slots, one episode each: none, tool calls and ``open``, or all."""
 
 
 @attrs.define(eq=False)
@@ -162,8 +161,6 @@ class EnvironmentHost:
         self._opening: dict[str, asyncio.Event] = {}
         """Sessions that are being opened; the event is set when they are open or failed."""
         self._calls = Calls(f"environment of task {task!r}", self._begin, self._concurrency)
-        if self._has_sessions:  # takes half a second, which should not count for the first rollout
-            bootstrap.chat_template_utils()
 
     @property
     def serve(self) -> Callable[[Connection], None]:
@@ -174,39 +171,38 @@ class EnvironmentHost:
         """Begin a call of the core; secrets in errors are masked."""
         self._mask = connection.mask
         connection.own_errors_only = True
-        match call.method:
-            case "evaluate":
-                return Begun(self._evaluate(*call.args), self._deadline)
-            case "convert":  # the dataloader has a deadline
-                return Begun(self._convert(*call.args))
-            case "open":
-                return Begun(self._open(*call.args), self._deadline)
-            case "run":  # the rollout has a deadline
-                return Begun(self._run_agent(*call.args))
-            case "close":
-                return Begun(self._close(*call.args), self._deadline)
-            case "end":
-                return Begun(self._end())
-        connection.answer(call, self)
-        return None
-
-    def description(self) -> dict[str, Any]:
-        return {
-            "who": self._who,
-            "max_turns": self._max_turns,
-            "needs_group": self._needs_group,
-            "success": self._success,
-            "combine": self._combine,
-            "concurrency": self._concurrency,
-            "deadline": self._deadline,
-            "slots": ("all" if self._evaluates_async else "tools") if self._concurrency else "none",
-            "cancellable": bool(self._concurrency) or self._evaluates_async,
-            "agents": self._agents,
-            "memory": resident(),
-            "has_aclose": self._defines("aclose"),
-            "sessions": self._has_sessions,
-            "tools": self._tools.schemas,
+        alongside: dict[str, Callable[..., Coroutine[Any, Any, Any]]] = {
+            "evaluate": self._evaluate,
+            "open": self._open,
+            "close": self._close,
+            "convert": self._convert,
+            "run": self._run_agent,
+            "end": self._end,
         }
+        if call.method not in alongside:
+            connection.answer(call, self)
+            return None
+        # what calls the others has a deadline: the dataloader, the rollout, the end of the process
+        late = self._deadline if call.method in ("evaluate", "open", "close") else None
+        return Begun(alongside[call.method](*call.args), late)
+
+    def description(self) -> Description:
+        return Description(
+            who=self._who,
+            max_turns=self._max_turns,
+            needs_group=self._needs_group,
+            success=self._success,
+            combine=self._combine,
+            slots=("all" if self._evaluates_async else "tools") if self._concurrency else "none",
+            concurrency=self._concurrency,
+            deadline=self._deadline,
+            cancellable=bool(self._concurrency) or self._evaluates_async,
+            agents=self._agents,
+            memory=resident(),
+            has_aclose=self._defines("aclose"),
+            has_sessions=self._has_sessions,
+            tools=self._tools.schemas,
+        )
 
     @property
     def _evaluates_async(self) -> bool:
@@ -379,7 +375,7 @@ class EnvironmentHost:
         """Let the agent play a rollout; return its result, or None if ``evaluate`` judges it."""
         session = self._sessions.get(name)
         if self._has_sessions and session is None:
-            return Judgement(error="its session ended with the process that held it", lost=True)
+            return Judgement(error=SESSION_ENDED, lost=True)
         with _used([] if session is None else [session]):
             value = None if session is None else session.value
             run = self._environment.run(prompt, attrs.evolve(client, session=value))
@@ -419,36 +415,28 @@ class EnvironmentHost:
         return self._calls.run(self._evaluate(episodes))
 
     async def _evaluate(self, episodes: Sequence[Episode]) -> list[Judgement]:
-        found = [self._with_session(episode) for episode in episodes]
-        tools = not self._runs_agents  # an agent answers its own calls
-        calling = [tools and isinstance(e, Episode) and calls_of(e) != () for e in found]
-        judged = [e for e, calls in zip(found, calling, strict=True) if isinstance(e, Episode) and not calls]
-        called = [e for e, calls in zip(found, calling, strict=True) if isinstance(e, Episode) and calls]
-        judgements: list[Judgement] = []
-        with _used([e.session for e in (*judged, *called) if isinstance(e.session, OpenSession)]):
+        results: dict[int, Judgement] = {}
+        judged: dict[int, Episode] = {}
+        called: dict[int, Episode] = {}
+        for i, episode in enumerate(episodes):
+            session = self._sessions.get(str(episode.session))
+            if self._has_sessions and session is None:
+                results[i] = Judgement(error=SESSION_ENDED, lost=True)
+                continue
+            calls = not self._runs_agents and calls_of(episode)  # an agent answers its own calls
+            (called if calls else judged)[i] = attrs.evolve(episode, session=session)
+        with _used([e.session for e in (*judged.values(), *called.values()) if e.session is not None]):
             if judged:
-                shown = [attrs.evolve(e, session=e.session.value) if e.session else e for e in judged]
+                shown = [attrs.evolve(e, session=e.session and e.session.value) for e in judged.values()]
                 try:
-                    results = self._evaluate_all(shown)
+                    found = self._evaluate_all(shown)
                 except BaseException as error:  # sys.exit(), or a library's timeout: the process survives
-                    results = error
-                if inspect.isawaitable(results):
-                    (results,) = await self._calls.gathered([results])
-                judgements = self._feedback(results, judged)
-            answers = iter(await self._answers(called))
-        rest = iter(judgements)
-        return [
-            e if isinstance(e, Judgement) else next(answers if calls else rest)
-            for e, calls in zip(found, calling, strict=True)
-        ]
-
-    def _with_session(self, episode: Episode) -> Episode | Judgement:
-        if not self._has_sessions:
-            return attrs.evolve(episode, session=None)
-        session = self._sessions.get(str(episode.session))
-        if session is None:
-            return Judgement(error="its session ended with the process that held it", lost=True)
-        return attrs.evolve(episode, session=session)
+                    found = error
+                if inspect.isawaitable(found):
+                    (found,) = await self._calls.gathered([found])
+                results |= zip(judged, self._feedback(found, shown), strict=True)
+            results |= zip(called, await self._answers(list(called.values())), strict=True)
+        return [results[i] for i in range(len(episodes))]
 
     def _feedback(self, results: Any, episodes: Sequence[Episode]) -> list[Judgement]:
         if isinstance(results, Exception):

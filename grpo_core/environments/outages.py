@@ -6,18 +6,16 @@ the run ends.
 
 from __future__ import annotations
 
-import contextlib
-import email.utils
 import errno
 import random
 import socket
-import time
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from attrs import define, field
 
 from grpo_core.contracts.errors import Unavailable, describe
+from grpo_core.processes.client import BUSY, retry_after
 
 FIRST_BUDGET = 30.0
 """Seconds without an answer that end the run if a service has never answered."""
@@ -44,8 +42,6 @@ _GONE = frozenset(
 )
 _UNREACHABLE = frozenset({errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH})
 _STATUS = frozenset({"APIStatusError", "ClientResponseError", "HTTPError", "HTTPStatusError"})
-_BUSY = frozenset({429, 502, 503, 504})
-"""HTTP statuses that mean "later", also from a proxy of an unavailable service."""
 
 
 def unavailable(error: BaseException) -> Unavailable | None:
@@ -62,7 +58,7 @@ def unavailable(error: BaseException) -> Unavailable | None:
     status = _status(error) if _STATUS.intersection(kinds) else None
     gone = next((kind for kind in kinds if kind in _GONE or kind in _LATE), "")
     late = gone in _LATE or isinstance(error, TimeoutError)
-    if status is not None and status not in _BUSY:
+    if status is not None and status not in BUSY:
         return None
     if status is not None or late or gone or _unconnected(error):
         away = Unavailable(_said(error), retry_after=_retry_after(error))
@@ -87,14 +83,8 @@ def _status(error: BaseException) -> int | None:
 
 
 def _retry_after(error: BaseException) -> float | None:
-    """Return the seconds in a Retry-After header, which may be a date."""
     headers = getattr(getattr(error, "response", None), "headers", None) or getattr(error, "headers", None)
-    given = "" if headers is None else str(headers.get("Retry-After", ""))
-    with contextlib.suppress(ValueError):
-        return float(given)
-    with contextlib.suppress(ValueError):
-        return email.utils.parsedate_to_datetime(given).timestamp() - time.time()
-    return None
+    return None if headers is None else retry_after(headers)
 
 
 def _said(error: BaseException) -> str:

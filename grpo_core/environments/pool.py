@@ -24,7 +24,6 @@ from grpo_core.contracts.playing import EnvironmentClient, Player
 from grpo_core.contracts.records import AgentClient, Episode, Judgement, Prompt, SessionStart
 from grpo_core.contracts.rewards import EVERY
 from grpo_core.environments.dispatcher import Caller, Dispatcher, Services, Unit
-from grpo_core.environments.host import Slotted
 from grpo_core.processes.aio import UNLIMITED, gather, not_counted
 
 
@@ -105,26 +104,6 @@ UNAVAILABLE_FOR = "environment.unavailable_for"
 class EnvironmentWorker(EnvironmentClient, Caller, Protocol):
     """One environment in a process or a cluster worker."""
 
-    @property
-    def slots(self) -> Slotted:
-        """The calls that run in slots, one episode each; the others are worth merging."""
-
-    @property
-    def agents(self) -> int:
-        """Number of rollouts that its agent plays at once; 0 if they are played turn by turn."""
-
-    @property
-    def runs_agents(self) -> bool:
-        """Whether its agents play their rollouts by themselves."""
-
-    @property
-    def has_sessions(self) -> bool:
-        """Whether the environment defines ``open``."""
-
-    @property
-    def memory(self) -> int:
-        """Resident bytes of its process when that had started."""
-
     async def start(self) -> None: ...
     async def prompts(self, split: str) -> list[Prompt]: ...
     async def convert(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt] | None: ...
@@ -178,40 +157,34 @@ class EnvironmentPool:
         self.player: Player | None = None
         """Set by the owner before the first rollout."""
 
-    @property
-    def runs_agents(self) -> bool:
-        """Whether its agents play their rollouts; known once it has started."""
-        return self._workers[0].runs_agents
-
     async def start(self) -> None:
         """Start all workers; of an agent the first, if others start on demand.  Raises the first error."""
         first = self._workers[0]
         await first.start()
-        if self._for_agents and not first.agents:
+        if self._for_agents and not first.about.agents:
             del self._workers[1:]
-        used = 1 if first.agents and self._on_demand else len(self._workers)
-        self._places = Places(len(self._workers), first.agents or UNLIMITED, used)
+        used = 1 if first.about.agents and self._on_demand else len(self._workers)
+        self._places = Places(len(self._workers), first.about.agents or UNLIMITED, used)
         await asyncio.gather(*(worker.start() for worker in self._workers[1:used]))
         self._describe()
 
     @property
     def remark(self) -> str:
         """The processes of an agent that plays one rollout in a process, and their memory; empty without."""
-        first, most = self._workers[0], len(self._workers)
-        if first.agents != 1:
+        if self.about.agents != 1:
             return ""
         return (
             f"{self._name}: its agent plays one rollout in a process; it starts processes of "
-            f"{first.memory / 2**20:.0f} MiB as needed, at most {most} (environment.workers). `concurrency = "
-            "64` in the agent plays 64 in a process; grpo-core check says whether it can"
+            f"{self.about.memory / 2**20:.0f} MiB as needed, at most {len(self._workers)} "
+            "(environment.workers). `concurrency = 64` in the agent plays 64 in a process; grpo-core check "
+            "says whether it can"
         )
 
     def _describe(self) -> None:
         """Copy the declarations of the started environment."""
-        first = self._workers[0]
-        self.max_turns, self.needs_group = first.max_turns, first.needs_group
-        self.success = first.success if self._success is None else self._success
-        self.combine: Mapping[str, str] = self._rules(first.combine)
+        first = self._workers[0].about
+        success = first.success if self._success is None else self._success
+        self.about = evolve(first, success=success, combine=self._rules(first.combine))
         self._unseen = set(first.combine)
 
     def _rules(self, declared: Mapping[str, str]) -> dict[str, str]:
@@ -256,11 +229,12 @@ class EnvironmentPool:
     async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
         """Open sessions; the sessions of one prompt are opened by one worker."""
         first = self._workers[0]
-        if first.runs_agents and not first.has_sessions:  # each is played where a place is free
+        if first.about.runs_agents and not first.about.has_sessions:  # each is played where a place is free
             return await first.open(prompts)
         together: dict[str, list[str]] = defaultdict(list)
         for session, prompt in prompts.items():
-            together[session if first.runs_agents and not self.needs_group else prompt.id].append(session)
+            own = first.about.runs_agents and not first.about.needs_group
+            together[session if own else prompt.id].append(session)
         shares: dict[int, list[str]] = defaultdict(list)
         for sessions in together.values():
             worker = self._least()
@@ -273,9 +247,9 @@ class EnvironmentPool:
 
         async def ask(worker: int, sessions: list[str]) -> None:
             share = {session: prompts[session] for session in sessions}
-            if first.has_sessions:
+            if first.about.has_sessions:
                 begun = await self._dispatchers[worker].ask(
-                    self._services.openings(share.items(), first.slots)
+                    self._services.openings(share.items(), first.about.slots)
                 )
             else:
                 begun = await self._workers[worker].open(share)
@@ -286,8 +260,7 @@ class EnvironmentPool:
 
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Judgement]:
         """Return feedback for each episode, in order."""
-        slots = self._workers[0].slots
-        some = self._services.evaluations(episodes, slots, whole_groups=self.needs_group)
+        some = self._services.evaluations(episodes, self.about)
         shares = self._shares(some)
         try:
             if len(shares) == 1:

@@ -33,12 +33,12 @@ from grpo_core.contracts.errors import (
 )
 from grpo_core.contracts.incidents import report
 from grpo_core.contracts.playing import Player
-from grpo_core.contracts.protocols import Environment
+from grpo_core.contracts.protocols import Description
 from grpo_core.contracts.records import AgentClient, Episode, Judgement, Prompt, SessionStart
 from grpo_core.environments.dispatcher import Dispatcher, Failure, Services
-from grpo_core.environments.host import UNREADABLE, EnvironmentHost, Slotted
+from grpo_core.environments.host import UNREADABLE, EnvironmentHost
 from grpo_core.plugins.host import PluginHost
-from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
+from grpo_core.plugins.installed import ALL_PLUGINS, PluginSelection
 from grpo_core.processes import secrets
 from grpo_core.processes.aio import FairSemaphore, RestartBudget
 from grpo_core.processes.child import Child, ThreadChild
@@ -61,7 +61,7 @@ KEY = "environment.env_vars"
 class EnvironmentProcess:
     """An ``EnvironmentClient`` whose environment lives in a killable child process without CUDA.
 
-    Without slots it makes one call at a time.  Every method but ``aclose`` starts the process if needed.
+    Every method but ``aclose`` starts the process if needed.
 
     Args:
         task: name of the task, which is set on its prompts.
@@ -74,6 +74,7 @@ class EnvironmentProcess:
 
     HOST = "grpo_core.environments.host:EnvironmentHost"
     """Class to make in the child."""
+    about = Description()
 
     def __init__(
         self,
@@ -87,18 +88,7 @@ class EnvironmentProcess:
         host: PluginHost | None = None,
     ) -> None:
         self.task = task
-        self.max_turns = Environment.max_turns
-        self.needs_group = Environment.needs_group
-        self.success = Environment.success
-        self.combine = Environment.combine
-        self.agents = 0
-        """Number of rollouts that its agent plays at once; 0 if they are played turn by turn."""
-        self.has_sessions = False
-        self.memory = 0
-        """Resident bytes of the process when it had started."""
         self.player: Player | None = None
-        self.slots: Slotted = "none"
-        """The calls that run in slots; like the three above, it is known once the process has started."""
         self.starts = 0
         self._config = config or EnvironmentConfig()
         self._made_with: dict[str, Any] = {
@@ -118,30 +108,16 @@ class EnvironmentProcess:
         self._playing = 0
         """Number of rollouts that its agent plays."""
         self._probe: asyncio.Task[None] | None = None
-        self._deadline = self._grace = 0.0
         self._dead: Child | None = None
         """The last process that was found dead."""
         self._was_alone = False
         """Whether it died while only one call was running."""
-        self._has_aclose = False
-        self._tools: tuple[Mapping[str, Any], ...] = ()
         self._closing: list[str] = []
         self._closer: asyncio.Task[None] | None = None
-        self._who = f"task {task!r}"
         self._name = f"environment of task {task!r}"
         self._services = Services(self._name, None)
         self._dispatcher = Dispatcher(self, self._name)
         """The queue of those who have no pool: they wait for no service."""
-
-    @property
-    def concurrency(self) -> int:
-        """Number of slots; known once the process has started."""
-        return self._slots.number
-
-    @property
-    def runs_agents(self) -> bool:
-        """Whether its agents play their rollouts by themselves."""
-        return self.agents > 0
 
     async def start(self) -> None:
         """Make the environment.  Raises PluginError or ConfigError if that fails."""
@@ -164,9 +140,9 @@ class EnvironmentProcess:
     async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
         """Open a session for each prompt, or report why not; without sessions, return only the tools."""
         await self._started()
-        if not self.has_sessions:
-            return [SessionStart(tools=self._tools)] * len(prompts)
-        return await self._dispatcher.ask(self._services.openings(prompts.items(), self.slots))
+        if not self.about.has_sessions:
+            return [SessionStart(tools=self.about.tools)] * len(prompts)
+        return await self._dispatcher.ask(self._services.openings(prompts.items(), self.about.slots))
 
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Judgement]:
         """Return feedback for each episode, in order; a failed one has an error and no reward.
@@ -174,7 +150,7 @@ class EnvironmentProcess:
         Raises PluginError if results have the wrong number or type.
         """
         await self._started()
-        some = self._services.evaluations(episodes, self.slots, whole_groups=self.needs_group)
+        some = self._services.evaluations(episodes, self.about)
         return await self._dispatcher.ask(some)
 
     async def call(self, method: str, items: Sequence[Any], slots: int) -> Sequence[Any] | Failure:
@@ -187,7 +163,7 @@ class EnvironmentProcess:
             child = await self._started()
             try:
                 results: Sequence[Any] = await child.call_alongside(
-                    method, items, seconds=self._deadline, grace=self._grace
+                    method, items, seconds=self.about.deadline, grace=self._grace
                 )
             except PluginError:
                 raise
@@ -219,22 +195,22 @@ class EnvironmentProcess:
         except Exception as error:
             if self._closed:
                 raise
-            failure = self._failure(child, error, 0)
-            away = failure.unavailable if isinstance(error, Unavailable) and not error.timed_out else None
+            failure, fault = self._failure(child, error, 0), fault_of(error)
+            away = error if isinstance(error, Unavailable) and not error.timed_out else None
             if away is None and not failure.died:
-                report("call_failed", self._name, failure.brief, fault=failure.fault)
+                report("call_failed", self._name, failure.brief, fault=fault)
             lost = failure.died and not failure.alone
-            return Judgement(error=failure.error, fault=failure.fault, lost=lost, unavailable=away)
+            return Judgement(error=describe(error), fault=fault, lost=lost, unavailable=away)
         finally:
             self._playing -= 1
         return found
 
     async def close(self, sessions: Sequence[str]) -> None:
         """Close sessions as soon as the process is free, at the latest in ``aclose``."""
-        if self.has_sessions:
+        if self.about.has_sessions:
             self._closing += sessions
             if self._closer is None:
-                self._closer = asyncio.create_task(self._close_soon(), name=f"closing of {self._who}")
+                self._closer = asyncio.create_task(self._close_soon(), name=f"closing of {self.about.who}")
 
     async def aclose(self) -> None:
         """Close the open sessions and end the process; waiting calls raise ChildDied."""
@@ -243,17 +219,21 @@ class EnvironmentProcess:
         if tasks := [task for task in (self._closer, self._probe) if task is not None]:
             await asyncio.wait(tasks)
 
+    @property
+    def _grace(self) -> float:
+        return GRACE if self.about.cancellable else 0.0
+
     def _unpickled(self, pickled: bytes, method: str) -> list[Prompt]:
         try:
             prompts: list[Prompt] = pickle.loads(pickled)
         except Exception as error:
-            raise PluginError(f"{self._who}: {method}: {UNREADABLE}: {describe(error)}") from error
+            raise PluginError(f"{self.about.who}: {method}: {UNREADABLE}: {describe(error)}") from error
         return prompts
 
     async def _end(self) -> None:
         child, self._child = self._child, None
         if child is not None:
-            if (self.has_sessions or self._has_aclose) and child.alive:
+            if (self.about.has_sessions or self.about.has_aclose) and child.alive:
                 with contextlib.suppress(GrpoError):
                     await child.call("end", seconds=CLOSING)
             await child.aclose()
@@ -265,7 +245,7 @@ class EnvironmentProcess:
                 if self._child is not None and self._child.alive:
                     with contextlib.suppress(GrpoError):  # it died, and its sessions with it
                         await self._child.call_alongside(
-                            "close", sessions, seconds=self._deadline, grace=self._grace
+                            "close", sessions, seconds=self.about.deadline, grace=self._grace
                         )
             self._closer = None
 
@@ -277,7 +257,7 @@ class EnvironmentProcess:
                 await child.call("ping", seconds=CLOSING + GRACE)
 
         if self._probe is None or self._probe.done():
-            self._probe = asyncio.create_task(probe(), name=f"probe of {self._who}")
+            self._probe = asyncio.create_task(probe(), name=f"probe of {self.about.who}")
 
     def _failure(self, child: Child, error: Exception, slots: int) -> Failure:
         """Describe a failure."""
@@ -285,19 +265,7 @@ class EnvironmentProcess:
         if died:
             agents = self._playing - (slots == 0)
             self._bury(child, error, alone=self._slots.taken == slots and not agents)
-        away = error if isinstance(error, Unavailable) else None
-        if isinstance(error, DeadlineExceeded):
-            away = Unavailable(str(error))
-            away.timed_out = True
-        return Failure(
-            error=describe(error),
-            brief=self._brief(error),
-            fault=fault_of(error),
-            unavailable=away,
-            cancelled=isinstance(error, DeadlineExceeded) and not died,
-            died=died,
-            alone=died and self._was_alone,
-        )
+        return Failure(error, self._brief(error), died=died, alone=died and self._was_alone)
 
     def _bury(self, child: Child, why: Exception, *, alone: bool) -> None:
         """Report the death of a child once, at the first call that notices it."""
@@ -367,7 +335,7 @@ class EnvironmentProcess:
                 interpreter=interpreter,
             )
         try:
-            description = await child.started(seconds=self._config.start_deadline)
+            description: Description = await child.started(seconds=self._config.start_deadline)
         except BaseException as error:
             await child.aclose(seconds=0)
             if isinstance(error, DeadlineExceeded):
@@ -375,19 +343,7 @@ class EnvironmentProcess:
             if interpreter and isinstance(error, SelectionError):
                 raise SelectionError(f"in {interpreter.path}: {error}") from error
             raise
-        self._child = child
-        self._who = description["who"]
-        self.max_turns = description["max_turns"]
-        self.needs_group = description["needs_group"]
-        self.success = description["success"]
-        self.combine = description["combine"]
-        self.slots = description["slots"]
-        self._deadline = description["deadline"]
-        self._grace = GRACE if description["cancellable"] else 0.0
-        if self._slots.number != (number := max(1, description["concurrency"])):
+        self._child, self.about = child, description
+        if self._slots.number != (number := max(1, description.concurrency)):
             self._slots = FairSemaphore(number)
-        self.agents, self.memory = description["agents"], description["memory"]
-        self.has_sessions = description["sessions"]
-        self._has_aclose = description["has_aclose"]
-        self._tools = description["tools"]
         return child

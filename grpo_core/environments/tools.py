@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import json
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from grpo_core.contracts.errors import PluginError, describe, message_of, shortened, shown
 from grpo_core.contracts.protocols import Tool
 from grpo_core.contracts.records import Message
 from grpo_core.contracts.unicode import well_formed
-from grpo_core.processes import bootstrap
+from grpo_core.processes.schemas import chat_template_utils
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,),
@@ -134,11 +132,9 @@ def tools_of(session: Any) -> list[Callable[..., Any] | Tool]:
 
 @functools.lru_cache(maxsize=1024)
 def _schema(tool: Callable[..., Any], who: str) -> dict[str, Any]:
-    chat_template_utils = bootstrap.chat_template_utils()  # only environments with tools import it
     name = getattr(tool, "__name__", repr(tool))
     try:
-        with _no_torch(chat_template_utils):
-            schema: dict[str, Any] = chat_template_utils.get_json_schema(tool)
+        schema: dict[str, Any] = chat_template_utils().get_json_schema(tool)
     except Exception as error:
         raise PluginError(
             f"{who}: tool {name!r} cannot be shown to a model: {error}; a tool needs type hints and a "
@@ -146,21 +142,6 @@ def _schema(tool: Callable[..., Any], who: str) -> dict[str, Any]:
             "leading underscore hides one)"
         ) from error
     return schema
-
-
-@contextlib.contextmanager
-def _no_torch(module: Any) -> Iterator[None]:
-    """Keep a schema from loading torch, which would cost each environment's process a second and 200 MB.
-
-    transformers needs torch only for the type hint of a tensor.
-    """
-    real = module.is_torch_available
-    if "torch" not in sys.modules:
-        module.is_torch_available = lambda: False
-    try:
-        yield
-    finally:
-        module.is_torch_available = real
 
 
 def _mismatch(schema: Mapping[str, Any], value: Any) -> str:

@@ -104,7 +104,7 @@ if TYPE_CHECKING:
     from grpo_core.loop.schedule import rate as rate
     from grpo_core.models import files as files
     from grpo_core.plugins.host import PluginHost as PluginHost
-    from grpo_core.plugins.selection import PluginSelection as PluginSelection
+    from grpo_core.plugins.installed import PluginSelection as PluginSelection
     from grpo_core.plugins.transports import transport_of as transport_of
     from grpo_core.processes import aio as aio
     from grpo_core.processes.child import Child as Child

@@ -485,7 +485,7 @@ class Pipeline:
             self._changes.notify()
             return
         kept = (
-            () if self.playing.environments[prompt.environment].needs_group else finished
+            () if self.playing.environments[prompt.environment].about.needs_group else finished
         )  # compared: all or none
         self._fail(slot, prompt, kept, next(rollout for rollout in rollouts if rollout.error is not None))
         self._changes.notify()

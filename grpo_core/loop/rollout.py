@@ -121,11 +121,11 @@ class _Turns:
 
     def _parts(self) -> list[Sequence[RolloutState]]:
         """Return the parts to evaluate together: all, compared groups, or single rollouts."""
-        if self._lockstep or (self._one_turn and not self._environment.needs_group):
+        if self._lockstep or (self._one_turn and not self._environment.about.needs_group):
             return [self._states]
         parts: dict[str, list[RolloutState]] = defaultdict(list)
         for state in self._states:
-            parts[state.request.group if self._environment.needs_group else state.session].append(state)
+            parts[state.request.group if self._environment.about.needs_group else state.session].append(state)
         return list(parts.values())
 
     async def _play_part(self, part: Sequence[RolloutState]) -> None:
@@ -147,7 +147,7 @@ class _Turns:
         """Generate a completion for each; in a compared group, until no rollout calls a tool."""
         while states:
             await self._generate(states)
-            if not self._environment.needs_group:
+            if not self._environment.about.needs_group:
                 return
             calling = [state for state in states if state.calls_tools]
             if calling:
@@ -157,7 +157,7 @@ class _Turns:
     def _to_evaluate(self, part: Sequence[RolloutState]) -> list[RolloutState]:
         """Return the rollouts that await a reward; a compared group includes its ended rollouts."""
         awaiting = [state for state in part if state.awaiting_reward and not state.done]
-        if not self._environment.needs_group:
+        if not self._environment.about.needs_group:
             return awaiting
         groups = {state.request.group for state in awaiting}
         return [state for state in part if state.error is None and state.request.group in groups]
@@ -174,7 +174,7 @@ class _Turns:
         starts: dict[tuple[int, str], tuple[Prompt, SessionStart]] = {}
         keys = []
         for state, begun in zip(self._states, opened, strict=True):
-            if self._environment.max_turns > 1:
+            if self._environment.about.max_turns > 1:
                 renderer.check_turns(tools=bool(begun.tools))
             prompt = state.request.prompt
             keys.append((id(prompt), repr(begun.tools) if begun.tools else ""))
@@ -215,7 +215,7 @@ class _Turns:
             with during("engine", "generate"):
                 completions = await completed(self._engine, requests, renderer)
         except EngineError:
-            if len(states) == 1 or self._environment.needs_group:
+            if len(states) == 1 or self._environment.about.needs_group:
                 raise
             await _together([self._generate_alone(state) for state in states])
             return
@@ -288,7 +288,7 @@ class _Played(_Turns):
 
     async def _reply(self, live: Sequence[RolloutState], part: Sequence[RolloutState]) -> None:
         await _together([self._play_one(state) for state in live])
-        if self._environment.needs_group:
+        if self._environment.about.needs_group:
             _fail_together(part)
 
     async def _play_one(self, state: RolloutState) -> None:

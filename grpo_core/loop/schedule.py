@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_core.config import TrainerConfig
 from grpo_core.contracts.errors import PluginError, describe
-from grpo_core.plugins.loading import load_object
+from grpo_core.plugins.files import load_object
 
 KEYS = ("steps", "epochs", "updates_per_step", "lr", "lr_schedule", "lr_end", "warmup_updates")
 """Keys of ``[trainer]`` on which the learning rate of a step depends."""

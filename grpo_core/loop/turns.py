@@ -225,7 +225,8 @@ class RolloutState:
     @property
     def max_turns(self) -> int:
         """Largest number of completions: the lower limit of its environment and of the sampling."""
-        return min(self.environment.max_turns, self.sampling.max_turns or self.environment.max_turns)
+        most = self.environment.about.max_turns
+        return min(most, self.sampling.max_turns or most)
 
     @property
     def room(self) -> int:
@@ -313,7 +314,7 @@ class RolloutState:
         self.turn_states[-1] = feedback.state
         for name, value in feedback.metrics.items():
             self.metrics.setdefault(name, []).append(value)
-            if self.environment.combine.get(name) == "last":
+            if self.environment.about.combine.get(name) == "last":
                 self.left_out.pop(name, None)
         self.left_out |= feedback.left_out
         self.answer = self.answer if feedback.answer is None else feedback.answer
@@ -332,7 +333,7 @@ class RolloutState:
     @property
     def success(self) -> bool | None:
         """Whether its reward is a success; None if that is not known."""
-        threshold = self.environment.success
+        threshold = self.environment.about.success
         if threshold is None or self.reward is None:
             return None
         return reaches(self.reward, threshold, self.turn_rewards)
@@ -355,7 +356,7 @@ class RolloutState:
             reward=self.reward,
             success=self.success,
             metrics={
-                name: combined(values, name, self.environment.combine)
+                name: combined(values, name, self.environment.about.combine)
                 for name, values in self.metrics.items()
                 if name not in self.left_out  # without one turn's value, a part would pass for the whole
             },

@@ -14,10 +14,9 @@ from grpo_core.config.reading import problems
 from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.records import WithSections
-from grpo_core.plugins.files import FILE_PREFIX
+from grpo_core.plugins.files import FILE_PREFIX, load_object
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
-from grpo_core.plugins.loading import load_object
-from grpo_core.plugins.selection import PluginSelection
+from grpo_core.plugins.installed import PluginSelection
 
 
 def configured(

@@ -44,10 +44,17 @@ from grpo_core.contracts.errors import (
 )
 from grpo_core.contracts.hookspecs import Offer, Role
 from grpo_core.models.files import taken_elsewhere
-from grpo_core.plugins.commands import Commands, allowed_names, names_of_command_plugins
-from grpo_core.plugins.files import module_name
-from grpo_core.plugins.hints import KEYS, install_command
-from grpo_core.plugins.installed import import_file, import_plugin, in_file, installed
+from grpo_core.plugins.files import import_file, in_file, module_name
+from grpo_core.plugins.installed import (
+    KEYS,
+    Commands,
+    PluginSelection,
+    allowed_names,
+    import_plugin,
+    install_command,
+    installed,
+    names_of_command_plugins,
+)
 from grpo_core.plugins.offers import (
     FUNCTIONS,
     HOOKS,
@@ -64,9 +71,7 @@ from grpo_core.plugins.offers import (
     matching,
     spaced,
 )
-from grpo_core.plugins.paths import args_with_paths, with_paths
-from grpo_core.plugins.selection import PluginSelection
-from grpo_core.plugins.values import with_values
+from grpo_core.plugins.values import args_with_paths, with_values
 
 if TYPE_CHECKING:
     from grpo_core.config.sections import PluginSections
@@ -197,11 +202,10 @@ class PluginHost:
         factory = selected.load()
         check_requirements(selected)
         args = (*args_with_paths(selected, factory, self.selection.directory), *args)
-        options = with_values(selected, factory, options)
-        check_options(selected, factory, options, given=len(args))
+        options = self._checked(selected, factory, options, len(args))
         making = _making.set(self)
         try:
-            return factory(*args, **with_paths(factory, options, self.selection.directory))
+            return factory(*args, **options)
         except (ConfigError, ValueError, TypeError) as error:
             raise SelectionError(f"{selected}: cannot be made: {describe(error)}") from error
         except (Exception, SystemExit) as error:  # a plugin's code may call sys.exit
@@ -217,9 +221,7 @@ class PluginHost:
         """
         selected = self.find(kind, name)
         function = selected.load()
-        options = with_values(selected, function, options)
-        check_options(selected, function, options, given=None, more=_more_options(selected))
-        return Bound(selected, function, with_paths(function, options, self.selection.directory))
+        return Bound(selected, function, self._checked(selected, function, options, None))
 
     def check_options(self, kind: Kind, name: str, options: Mapping[str, Any]) -> None:
         """Check a choice of the configuration without making anything.
@@ -238,8 +240,18 @@ class PluginHost:
         factory = selected.load()
         check_requirements(selected)
         given = None if kind in FUNCTIONS else (kind in SET_UP) + len(selected.args)
-        options = with_values(selected, factory, options)
-        check_options(selected, factory, options, given=given, more=_more_options(selected))
+        self._checked(selected, factory, options, given)
+
+    def _checked(
+        self, selected: Selected, factory: Factory, options: Mapping[str, Any], given: int | None
+    ) -> dict[str, Any]:
+        """Return the options of a factory with their values made; see ``check_options``."""
+        made = with_values(selected, factory, options, self.selection.directory)
+        # the offer of a distribution may have more options than the core's of the same name
+        command = install_command(selected.kind, selected.name) if selected.plugin.name == BUILT_IN else ""
+        more = f". More options: {command}" if command else ""
+        check_options(selected, factory, made, given=given, more=more)
+        return made
 
     def check_values(self, kind: Kind, name: str, options: Mapping[str, Any], **known: Any) -> None:
         """Let the offer check the values of its options, if it has a function ``check``.
@@ -259,8 +271,7 @@ class PluginHost:
         named = inspect.signature(check).parameters
         known = {key: value for key, value in known.items() if key in named}
         try:
-            options = with_values(selected, factory := selected.load(), options)
-            check(**known, **with_paths(factory, options, self.selection.directory))
+            check(**known, **with_values(selected, selected.load(), options, self.selection.directory))
         except ValueError as error:
             raise SelectionError(f"{selected}: {one_line(error)}") from error
 
@@ -269,17 +280,11 @@ class PluginHost:
         if (plugin := self.load_file(name)) is not None:
             return self._find_in_file(kind, name, plugin)
         for plugin in self.plugins:
-            if name.startswith(f"{plugin.name}:"):
-                if plugin.fault is not None:
-                    raise self._broken(kind, name, plugin)
-                inner = name.removeprefix(f"{plugin.name}:")
-                if (found := matching(plugin.offers.get(kind, {}), inner)) is not None:
-                    return Selected(kind, name, plugin, *found)
-        bare = [
-            Selected(kind, name, plugin, *found)
-            for plugin in self.plugins
-            if (found := matching(plugin.offers.get(kind, {}), name, bare=True)) is not None
-        ]
+            if plugin.fault is not None and name.startswith(f"{plugin.name}:"):
+                raise self._broken(kind, name, plugin)
+        whole, bare = self._named(kind, name)
+        if whole:
+            return whole[0]
         if any(selected.offer.extends_core for selected in bare):
             bare = [selected for selected in bare if selected.plugin.name != BUILT_IN]
         if len(bare) == 1:
@@ -292,12 +297,18 @@ class PluginHost:
 
     def offers(self, kind: Kind, name: str) -> bool:
         """Whether a plugin offers something as ``name``; unlike ``find``, it reads no file."""
+        return any(self._named(kind, name))
+
+    def _named(self, kind: Kind, name: str) -> tuple[list[Selected], list[Selected]]:
+        """Return the offers that are spelled so with their plugin's name, and without it."""
+        whole, bare = [], []
         for plugin in self.plugins:
-            offers = plugin.offers.get(kind, {})
-            inner = name.removeprefix(f"{plugin.name}:")
-            if matching(offers, name, bare=True) or (inner != name and matching(offers, inner)):
-                return True
-        return False
+            offers, inner = plugin.offers.get(kind, {}), name.removeprefix(f"{plugin.name}:")
+            if inner != name and (found := matching(offers, inner)) is not None:
+                whole.append(Selected(kind, name, plugin, *found))
+            if (found := matching(offers, name, bare=True)) is not None:
+                bare.append(Selected(kind, name, plugin, *found))
+        return whole, bare
 
     def in_role(self, kind: Kind, role: Role) -> list[str]:
         """Names of the offers that have a role."""
@@ -454,12 +465,6 @@ class PluginHost:
         parts += [f"left out: plugin {plugin!r} ({why})" for plugin, why in self.left_out.items()]
         parts += [f"broken: {p}: {p.error}" for p in self.plugins if p.fault is not None]
         return SelectionError("; ".join(parts))
-
-
-def _more_options(selected: Selected) -> str:
-    """Name the distribution whose offer of this name has more options than the core's."""
-    command = install_command(selected.kind, selected.name) if selected.plugin.name == BUILT_IN else ""
-    return f". More options: {command}" if command else ""
 
 
 def _agent_of(module: ModuleType) -> type[Environment]:

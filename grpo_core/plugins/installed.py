@@ -1,26 +1,55 @@
-"""Finds plugins that are installed as distributions or written in a file."""
+"""Finds plugins and commands that are installed as distributions, and names those that could be installed."""
 
 from __future__ import annotations
 
 import functools
+import json
 import os
-import re
 import sys
 from collections import Counter
-from collections.abc import Iterable
-from contextvars import ContextVar
-from importlib.metadata import Distribution, EntryPoint, entry_points
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping
+from importlib.metadata import Distribution, EntryPoint, PackageMetadata, entry_points
+from importlib.resources import files
+from types import ModuleType
 from typing import Any
 
-from attrs import frozen
+from attrs import define, field, frozen
 
 from grpo_core.contracts import hookspecs
 from grpo_core.contracts.errors import PluginError
-from grpo_core.plugins.files import module_name
-from grpo_core.plugins.offers import Plugin
+from grpo_core.contracts.hookspecs import Command
+from grpo_core.plugins.offers import Kind, Plugin
 
-importing_file: ContextVar[Path | None] = ContextVar("the file that is being imported", default=None)
+COMMAND_GROUP = "grpo_core.commands"
+"""Group of the entry points that name modules with the hook ``grpo_commands``."""
+INSTALLS: Mapping[str, Mapping[str, str]] = json.loads(
+    files(__package__).joinpath("installs.json").read_text("utf-8")
+)
+"""Pip's names of our distributions, by kind and by the name of an offer or of its plugin.
+
+``docs/_installs.py`` writes the file from ``plugins/``.
+"""
+KEYS = INSTALLS["key"]
+"""The distributions to install for configuration keys and tables outside of the core."""
+COMMANDS = INSTALLS["command"]
+"""Our distributions of commands outside of the core."""
+
+
+@frozen(kw_only=True)
+class PluginSelection:
+    """Plain data, so that other processes of a run load the same plugins (see ``PluginHost.discover``)."""
+
+    allow: tuple[str, ...] | None = None
+    """Names of plugins or distributions that may be loaded; None: all."""
+    block: tuple[str, ...] = ()
+    """Names of plugins or distributions that are not imported."""
+    elsewhere: bool = False
+    """Whether it was made for another interpreter, where its plugins may not be installed."""
+    directory: str = ""
+    """Directory from which relative paths in options count; empty: the working directory."""
+
+
+ALL_PLUGINS = PluginSelection()
 
 
 @frozen
@@ -54,6 +83,11 @@ def _entries_of(group: str, searched: object) -> tuple[tuple[EntryPoint, Distrib
     return tuple((entry, entry.dist) for entry in found if entry.dist is not None)
 
 
+def plugin_of(entry: EntryPoint, about: PackageMetadata) -> Plugin:
+    """Return the plugin of an entry point, without its offers."""
+    return Plugin(name=entry.name, distribution=about["Name"], version=about["Version"], module=entry.value)
+
+
 def installed(reserved: Iterable[str]) -> list[Installed]:
     """Return every entry point of the group; the distribution distinguishes equal names.
 
@@ -62,11 +96,8 @@ def installed(reserved: Iterable[str]) -> list[Installed]:
     entries = []
     for entry, owner in entries_of(hookspecs.PROJECT):
         about = owner.metadata  # each access reads the file
-        plugin = Plugin(
-            name=entry.name, distribution=about["Name"], version=about["Version"], module=entry.value
-        )
         required = about.get_all("Requires-Dist") or owner.requires or ()
-        entries.append(Installed(plugin, entry, tuple(required)))
+        entries.append(Installed(plugin_of(entry, about), entry, tuple(required)))
     uses = Counter([*reserved, *(each.entry.name for each in entries)])
     for each in entries:
         plugin, name = each.plugin, f"{each.plugin.distribution}/{each.entry.name}"
@@ -74,17 +105,6 @@ def installed(reserved: Iterable[str]) -> list[Installed]:
             plugin.note = f"another distribution has a plugin {each.entry.name!r}, so this one is {name!r}"
             plugin.name = name
     return sorted(entries, key=lambda each: (each.entry.name, each.plugin.distribution))
-
-
-def in_file(name: str) -> tuple[Path, str] | None:
-    """Split the name of an offer that is in a file, ``PATH.py`` or ``PATH.py:NAME``; None for any other.
-
-    After a word and a colon, as in ``agent:./file.py``, the path belongs to the plugin or prefix of that
-    name.
-    """
-    if re.match(r"\w+:", name) or (match := re.fullmatch(r"(.+\.py)(?::(.*))?", name)) is None:
-        return None
-    return Path(match[1]).expanduser(), match[2] or ""
 
 
 def import_plugin(plugin: Installed) -> Any:
@@ -103,25 +123,71 @@ def import_plugin(plugin: Installed) -> Any:
     return plugin.entry.load()
 
 
-def import_file(path: Path) -> Any:
-    """Import a file that is not installed.
+def install_command(kind: Kind, name: str) -> str:
+    """The command for ``name``, as ``vllm`` or ``math:sort``; empty if unknown."""
+    known = INSTALLS.get(kind, {})
+    distribution = known.get(name) or known.get(name.partition(":")[0])
+    return f"pip install {distribution}" if distribution else ""
 
-    Its directory is appended to the module search path: the file finds modules next to it,
-    and nothing there can hide a module of the standard library or of an installed package.
+
+# ---------------------------------------------------------------------------------- commands
+
+
+@define
+class Commands:
+    """The commands of the core and of the installed plugins."""
+
+    commands: dict[str, Command]
+    plugins: list[Plugin] = field(factory=list)
+    """The plugins that offer commands, including broken ones."""
+    offered: dict[str, Collection[str]] = field(factory=dict)
+    """Names of a plugin's commands, by the plugin's name."""
+
+
+def find_commands(core: ModuleType) -> Commands:
+    """Find the commands of the core's module and of the plugins that ``GRPO_PLUGINS`` allows.
+
+    The commands of a plugin are left out if its module cannot be imported, or if a name is in use.
     """
-    from importlib.util import module_from_spec, spec_from_file_location
+    found, allowed = Commands(offered_commands(core)), allowed_names()
+    for entry, owner in entries_of(COMMAND_GROUP):
+        plugin = plugin_of(entry, owner.metadata)
+        if allowed is not None and not {plugin.name, plugin.distribution} & {*allowed}:
+            continue
+        try:
+            offered = offered_commands(entry.load())
+            if twice := sorted(offered.keys() & found.commands.keys()):
+                raise PluginError(f"there is another command {twice[0]!r}")
+        except Exception as error:  # a broken plugin must not break other commands
+            plugin.fault = error
+        else:
+            found.commands |= offered
+            found.offered[plugin.name] = offered.keys()
+        found.plugins.append(plugin)
+    return found
 
-    if not path.is_file():
-        raise PluginError(f"there is no file {path}")
-    spec = spec_from_file_location(module_name(path), path)
-    assert spec is not None
-    assert spec.loader is not None
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    module = sys.modules[spec.name] = module_from_spec(spec)
-    importing = importing_file.set(path)
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        importing_file.reset(importing)
-    return module
+
+def names_of_command_plugins() -> set[str]:
+    """Return the names by which ``GRPO_PLUGINS`` may allow the plugins that offer commands."""
+    return {name for entry, owner in entries_of(COMMAND_GROUP) for name in (entry.name, owner.name)}
+
+
+def offered_commands(module: ModuleType) -> dict[str, Command]:
+    """Return the commands that a module offers.  Raises PluginError if its hook is missing or wrong."""
+    hook = getattr(module, "grpo_commands", None)
+    if hook is None:
+        raise PluginError(f"module {module.__name__} has no hook grpo_commands")
+    offered = hook()
+    if not isinstance(offered, Mapping) or not all(
+        isinstance(name, str) and isinstance(command, Command) for name, command in offered.items()
+    ):
+        raise PluginError(
+            f"{module.__name__}.grpo_commands() returned {offered!r}; expected {{name: Command}}"
+        )
+    return dict(offered)
+
+
+def allowed_names() -> list[str] | None:
+    """Return the plugins and distributions that ``GRPO_PLUGINS`` names, or None if it is not set."""
+    named = os.environ.get("GRPO_PLUGINS")
+    return None if named is None else [name.strip() for name in named.split(",") if name.strip()]

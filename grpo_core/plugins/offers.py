@@ -26,7 +26,7 @@ from grpo_core.contracts.errors import (
     with_place,
 )
 from grpo_core.contracts.hookspecs import OFFERS, Function, Offer
-from grpo_core.contracts.typed import wrong
+from grpo_core.contracts.typed import of_plain, wrong
 
 if TYPE_CHECKING:
     from grpo_core.config.sections import PluginSection
@@ -252,18 +252,13 @@ def hint_of(factory: Factory, parameter: inspect.Parameter) -> Any:
     return hint
 
 
-_SCALARS: Mapping[Any, tuple[type, ...]] = {bool: (bool,), str: (str,), int: (int,), float: (int, float)}
-
-
 def _is_of(value: Any, kind: Any) -> bool:
     """Whether an option can be of its annotated type; True for unknown types."""
-    if kind is None or kind is type(None):
+    if kind is None:
         return value is None
     if kind is Path:
         return isinstance(value, (str, os.PathLike)) and bool(os.fspath(value))
-    if kind not in _SCALARS:
-        return True
-    return isinstance(value, _SCALARS[kind]) and (kind is bool or not isinstance(value, bool))
+    return kind not in (bool, str, int, float, type(None)) or of_plain(value, kind)
 
 
 def spaced(kind: Kind) -> str:

@@ -1,6 +1,9 @@
-"""Options of offers that are small attrs values, such as the ``kl`` of a loss.
+"""Options of offers as their factories take them: paths, and small attrs values such as the ``kl`` of a loss.
 
-A configuration has such a value as a table or as its name alone::
+A factory annotates an option as ``Path``, ``Path | None`` or a list of them.  It gets an absolute path; a
+relative one counts from the directory in which the run was started.
+
+A configuration has an attrs value as a table or as its name alone::
 
     [loss.options]
     kl = { coefficient = 0.01 }
@@ -12,11 +15,12 @@ fields that are not given.
 
 from __future__ import annotations
 
-import json
+import os
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -36,20 +40,22 @@ MOVED = {
 """Old options of losses, and where they are now; the first part of another one is its table."""
 
 
-def with_values(selected: Selected, factory: Factory, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a factory with an attrs value wherever its annotation expects one.
+def with_values(
+    selected: Selected, factory: Factory, options: Mapping[str, Any], directory: str = ""
+) -> dict[str, Any]:
+    """Return the options of a factory with an attrs value or an absolute path where its annotation says so.
 
     Raises ConfigError for a table that does not fit, and for an option that a table has now.
     """
-    signature, made = signature_of(factory), dict(options)
+    signature, hints, made = signature_of(factory), _hints(factory), dict(options)
     known = signature.parameters if signature else {}
-    kinds = {name: classes_of(hint_of(factory, each)) for name, each in known.items()}
+    kinds = {name: classes_of(hint) for name, hint in hints.items()}
     if selected.kind == "loss" and (lines := _new_lines(options, kinds)):
-        raise ConfigError(f"{selected}: tables have these options now; write\n[loss.options]\n{lines}")
+        raise ConfigError(f"{selected}: tables have these options now; write\n{lines}")
     for name, value in options.items():
         if kinds.get(name) and not isinstance(value, (types.NoneType, *kinds[name].values())):
             made[name] = _value(f"{selected.kind}.options.{name}", value, kinds[name], known[name].default)
-    return made
+    return {name: _mapped(hints.get(name, Any), value, directory) for name, value in made.items()}
 
 
 def classes_of(hint: Any) -> dict[str, type[Any]]:
@@ -75,9 +81,47 @@ def _value(where: str, value: Any, kinds: Mapping[str, type[Any]], default: Any)
 
 def _new_lines(options: Mapping[str, Any], kinds: Mapping[str, Any]) -> str:
     """Return the lines that replace a loss's old options, or "" if there are none."""
-    new = {old: MOVED.get(old, old.replace("_", ".", 1)) for old in options if old not in kinds}
-    lines = {key: options[old] for old, key in new.items() if kinds.get(key.partition(".")[0])}
-    if isinstance(options.get("correction"), str) and "correction." in "".join(lines):
-        lines["correction.name"] = options["correction"]
-    text = "\n".join(f"{key} = {json.dumps(value)}" for key, value in lines.items())
-    return text.replace("Infinity", "inf")
+    from grpo_core.config.reading import lines_of
+
+    tables: dict[str, dict[str, Any]] = {}
+    for old in (each for each in options if each not in kinds):
+        table, _, key = MOVED.get(old, old.replace("_", ".", 1)).partition(".")
+        if kinds.get(table):
+            tables.setdefault(table, {})[key] = options[old]
+    if "correction" in tables and isinstance(options.get("correction"), str):
+        tables["correction"]["name"] = options["correction"]
+    return lines_of("loss.options", tables) if tables else ""
+
+
+# ---------------------------------------------------------------------------------- paths
+
+
+def args_with_paths(selected: Selected, factory: Factory, directory: str) -> tuple[Any, ...]:
+    """Return the factory's arguments from the name of an offer, with a ``Path`` if it expects one."""
+    hint = next(iter(_hints(factory).values()), Any)
+    return tuple(_mapped(hint, value, directory) for value in selected.args)
+
+
+def absolute(path: str | os.PathLike[str], directory: str = "") -> str:
+    """Return the path from the root of the file system; ``~`` is the user's home."""
+    return os.path.abspath(Path(directory, Path(path).expanduser()))
+
+
+def _mapped(hint: Any, value: Any, directory: str) -> Any:
+    """Return the value with absolute paths; the annotation defines which parts are paths."""
+    arguments = typing.get_args(hint)
+    if hint is Path and isinstance(value, (str, os.PathLike)) and os.fspath(value):
+        return Path(absolute(value, directory))
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        several = [each for each in arguments if each is not type(None)]
+        return _mapped(several[0], value, directory) if len(several) == 1 else value
+    if arguments and typing.get_origin(hint) in (list, tuple, Sequence) and isinstance(value, (list, tuple)):
+        return type(value)(_mapped(arguments[0], each, directory) for each in value)
+    return value
+
+
+def _hints(factory: Factory) -> dict[str, Any]:
+    """Return the annotations of a factory's parameters."""
+    signature = signature_of(factory)
+    parameters = signature.parameters.values() if signature else ()
+    return {parameter.name: hint_of(factory, parameter) for parameter in parameters}

@@ -222,7 +222,8 @@ class Changes:
     """
 
     def __init__(self) -> None:
-        self._waiters: list[_Waiter] = []
+        self._waiters: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
+        """The questions of the waiting tasks, with their answers."""
         self._scheduled = False
 
     def notify(self) -> None:
@@ -236,44 +237,30 @@ class Changes:
 
         Raises whatever ``question`` raises.
         """
-        waiter = _Waiter(question, asyncio.get_running_loop().create_future())
-        self._waiters.append(waiter)
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._waiters.append((question, answer))
         self.notify()
         try:
-            answer: T = await waiter.answer
-            return answer
+            return await answer
         finally:
-            waiter.answer.cancel()
+            answer.cancel()
 
     def _ask_all(self) -> None:
         self._scheduled = False
         place = 0
         while place < len(self._waiters):
-            waiter = self._waiters[place]
-            if waiter.answer.done() or waiter.ask():
+            question, answer = self._waiters[place]
+            if not answer.done():
+                try:
+                    if (found := question()) is not None:
+                        answer.set_result(found)
+                except BaseException as error:
+                    answer.set_exception(error)
+            if answer.done():
                 del self._waiters[place]
                 place = 0  # the answer may have changed the state for earlier waiters
             else:
                 place += 1
-
-
-@define(eq=False)
-class _Waiter:
-    """A task that waits in ``Changes.until``."""
-
-    question: Callable[[], Any]
-    answer: asyncio.Future[Any]
-
-    def ask(self) -> bool:
-        """Evaluate the question; return whether the task has its answer, which may be an error."""
-        try:
-            answer = self.question()
-        except BaseException as error:
-            self.answer.set_exception(error)
-            return True
-        if answer is not None:
-            self.answer.set_result(answer)
-        return answer is not None
 
 
 UNLIMITED = 2**62

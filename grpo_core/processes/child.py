@@ -63,18 +63,6 @@ ENDING = 5.0
 """Seconds for a killed process to end, unless the kernel keeps it."""
 
 
-class Running(Protocol):
-    """A ``subprocess.Popen`` of a ``Child``, or an object that ends like one."""
-
-    @property
-    def pid(self) -> int: ...
-    @property
-    def returncode(self) -> int | Any: ...
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-    def kill(self) -> None: ...
-
-
 _CHILDREN: weakref.WeakSet[Child] = weakref.WeakSet()
 _MARKS = orphans.Marks()
 
@@ -166,7 +154,7 @@ class Child:
 
     def _launch(
         self, theirs: socket.socket, environ: Mapping[str, str], interpreter: Interpreter | None
-    ) -> Running:
+    ) -> subprocess.Popen[bytes] | _Serving:
         """Start the process at the other end of the socket."""
         _CHILDREN.add(self)
         self._mark = _MARKS.make()
@@ -438,7 +426,7 @@ class ThreadChild(Child):
 
     def _launch(
         self, theirs: socket.socket, environ: Mapping[str, str], interpreter: Interpreter | None
-    ) -> Running:
+    ) -> subprocess.Popen[bytes] | _Serving:
         return _Serving(theirs.dup(), self._make, self.name)
 
     def _kill_group(self) -> None:
@@ -475,13 +463,8 @@ class _Serving:
         code, connection = 0, Connection(sock)
         try:
             connection.receive()
-            try:
-                target = make()
-                description = target.description()
-            except BaseException as error:
-                connection.fail(0, error)
+            if (target := connection.made(make)) is None:
                 return
-            connection.reply(0, description)
             try:
                 target.serve(connection)
             finally:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 BUSY = frozenset({429, 502, 503, 504})
-"""Statuses that ask to retry later: the request had no effect."""
+"""Statuses that ask to retry later, also from a proxy: the request had no effect."""
 LARGEST = 32 << 20
 """Default of the largest size of an answer in bytes."""
 LONGEST = 300

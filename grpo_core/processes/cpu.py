@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from grpo_core.contracts.errors import ConfigError, one_line
-from grpo_core.processes import cores
+from grpo_core.processes import memory
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 FIRST_FOR_GPUS = "2.10"
@@ -86,7 +86,7 @@ class FreedMemory:
     def __init__(
         self, resident: Callable[[], int] | None = None, give_back: Callable[[], None] = return_freed_memory
     ) -> None:
-        self._resident, self._give_back = resident or cores.resident, give_back
+        self._resident, self._give_back = resident or memory.resident, give_back
         self._needed: int | None = None
 
     def limit(self) -> None:

@@ -1,13 +1,12 @@
 """Other Python interpreters and virtual environments, in which an environment can run.
 
-The other interpreter does not need grpo-core: it gets this installation's files, so both sides always have
-the same version, and the ``PACKAGES`` that it lacks.  See ``grpo_core.processes.bootstrap`` for its side.
+The other interpreter needs a few ``PACKAGES``, and not grpo-core: it imports this installation's files, so
+both sides always have the same version.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import os
 import re
@@ -20,7 +19,7 @@ from attrs import frozen
 
 from grpo_core._version import __version__
 from grpo_core.contracts.errors import ConfigError
-from grpo_core.processes import bootstrap
+from grpo_core.processes import schemas
 from grpo_core.text.credentials import REFERENCE
 
 OLDEST = (3, 11)
@@ -29,7 +28,6 @@ OLDEST = (3, 11)
 PACKAGES: Mapping[str, tuple[int, ...]] = {"attrs": (23, 1), "pluggy": (1, 0), "packaging": (21, 0)}
 """Packages that an environment's process needs, with their oldest versions."""
 
-_MODULES = ("attr", "attrs", "pluggy", "packaging")
 _PATIENCE = 60.0
 """Seconds for another interpreter to print its version; a cold disk may need a few."""
 
@@ -46,12 +44,15 @@ print(json.dumps([list(sys.version_info[:3]), found]))
 """
 
 _BOOT = """
-import sys, importlib.util
+import sys, types, importlib.util
+version = sys.modules["grpo_core._version"] = types.ModuleType("grpo_core._version")
+version.__version__ = sys.argv[2]
 spec = importlib.util.spec_from_file_location("grpo_core", sys.argv[1])
 module = sys.modules["grpo_core"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-from grpo_core.processes import bootstrap
-bootstrap.main(*sys.argv[2:4], int(sys.argv[4]), int(sys.argv[5]))
+from grpo_core.processes import schemas, served
+schemas.given = sys.argv[3]
+served.main(int(sys.argv[4]), int(sys.argv[5]), own_errors_only=True)
 """
 
 
@@ -84,8 +85,8 @@ class Interpreter:
     def command(self, fd: int) -> list[str]:
         """Return the command of a child process connected by this descriptor."""
         grpo_core = str(Path(__file__).parents[1] / "__init__.py")
-        lends = [__version__, json.dumps(_files())]
-        return [self.path, "-P", "-c", _BOOT, grpo_core, *lends, str(fd), str(os.getpid())]
+        given = [grpo_core, __version__, schemas.file(), str(fd), str(os.getpid())]
+        return [self.path, "-P", "-c", _BOOT, *given]
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return a child's environment variables: the parent's, with its own programs first in PATH."""
@@ -139,26 +140,17 @@ def _check(path: str) -> None:
         raise ConfigError(
             f"{path} is Python {_dotted(version)}: an environment needs {_dotted(OLDEST)} or newer"
         )
-    for name, oldest in PACKAGES.items():
-        if name not in packages:
-            continue
-        if tuple(int(number) for number in re.findall(r"\d+", packages[name])[:2]) < oldest:
-            raise ConfigError(
-                f"{path} has {name} {packages[name]}, and grpo-core's part of an environment needs "
-                f"{_dotted(oldest)} or newer: {path} -m pip install '{name}>={_dotted(oldest)}', "
-                "or uninstall it (grpo-core then brings its own)"
-            )
-
-
-@functools.cache
-def _files() -> Mapping[str, str]:
-    """Return the files of the modules that another interpreter gets, by name."""
-    specs = {name: importlib.util.find_spec(name) for name in (*_MODULES, "transformers")}
-    origins = {name: spec.origin for name, spec in specs.items() if spec is not None and spec.origin}
-    transformers = origins.pop("transformers", None)
-    if transformers:
-        origins[bootstrap.TEMPLATES] = str(Path(transformers).parent / "utils" / "chat_template_utils.py")
-    return origins
+    old = {
+        name: packages.get(name, "")
+        for name, oldest in PACKAGES.items()
+        if tuple(int(number) for number in re.findall(r"\d+", packages.get(name, ""))[:2]) < oldest
+    }
+    if old:
+        there = ", ".join(f"{name} {version}" if version else f"no {name}" for name, version in old.items())
+        needed = " ".join(f"'{name}>={_dotted(PACKAGES[name])}'" for name in old)
+        raise ConfigError(
+            f"{path} has {there}; grpo-core's part of an environment needs: {path} -m pip install {needed}"
+        )
 
 
 def _dotted(version: tuple[int, ...]) -> str:

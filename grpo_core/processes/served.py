@@ -15,6 +15,7 @@ import struct
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any, TextIO
 from attrs import frozen
 
 from grpo_core.contracts import errors
-from grpo_core.processes.garbage import collect_rarely, spare_the_collector
+from grpo_core.processes.memory import collect_rarely, spare_the_collector
 from grpo_core.text.credentials import NOTHING_HIDDEN, Mask
 
 _PR_SET_PDEATHSIG = 1
@@ -155,6 +156,17 @@ class Connection:
         else:
             self.reply(call.id, result)
 
+    def made(self, make: Callable[[], Any]) -> Any:
+        """Return the object that answers the calls; None if making it raised.  Tells the parent."""
+        try:
+            target = make()
+            description = target.description() if hasattr(target, "description") else None
+        except BaseException as error:
+            self.fail(0, error)
+            return None
+        self.reply(0, description)
+        return target
+
     def _answer_later(self, id: int, done: Future[Any]) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its main thread sees that too
             if (error := done.exception()) is not None:
@@ -190,13 +202,8 @@ def main(fd: int, parent: int, *, own_errors_only: bool = False) -> None:
         kwargs, connection.mask = hello.args
         sys.stdout, sys.stderr = _Log(1, connection.mask), _Log(2, connection.mask)
         connection.log = sys.stderr
-        try:
-            target = _imported(hello.method)(**kwargs)
-            description = target.description() if hasattr(target, "description") else None
-        except BaseException as error:
-            connection.fail(0, error)
+        if (target := connection.made(lambda: _imported(hello.method)(**kwargs))) is None:
             return
-        connection.reply(0, description)
         spare_the_collector()
         if hasattr(target, "serve"):
             target.serve(connection)
@@ -259,7 +266,7 @@ def _imported(factory: str) -> Any:
     """Return the attribute of a module or of a file."""
     home, _, attribute = factory.rpartition(":")
     if home.endswith(".py"):
-        from grpo_core.plugins.installed import import_file
+        from grpo_core.plugins.files import import_file
 
         return getattr(import_file(Path(home)), attribute)
     return getattr(importlib.import_module(home), attribute)

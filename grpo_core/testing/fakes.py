@@ -11,12 +11,12 @@ import copy
 import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from grpo_core.contracts.errors import EngineError
 from grpo_core.contracts.events import Event, GroupsReady, PromptsPassedOver, Validated, ValidationPlayed
 from grpo_core.contracts.playing import EnvironmentClient, Player
-from grpo_core.contracts.protocols import Engine, Trainer, ValidationStrategy
+from grpo_core.contracts.protocols import Description, Engine, Trainer, ValidationStrategy
 from grpo_core.contracts.records import (
     AgentClient,
     Batch,
@@ -215,10 +215,6 @@ class FakeTrainer(Trainer):
 class FakeEnvironment:
     """Judges with ``feedback(episode)`` after ``seconds``; counts its calls."""
 
-    slots: Literal["none", "tools", "all"] = "none"
-    runs_agents = has_sessions = False
-    agents = memory = concurrency = 0
-
     def __init__(
         self,
         feedback: Callable[[Episode], Feedback] = lambda e: Feedback(reward=float(e.reply.startswith("a"))),
@@ -230,9 +226,10 @@ class FakeEnvironment:
         combine: Mapping[str, str] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        self.feedback, self.max_turns, self.seconds = feedback, max_turns, seconds
-        self.needs_group, self.success = needs_group, success
-        self.combine: Mapping[str, str] = combine or {}
+        self.feedback, self.seconds = feedback, seconds
+        self.about = Description(
+            max_turns=max_turns, needs_group=needs_group, success=success, combine=combine or {}
+        )
         self.player: Player | None = None
         self.tools = tuple(tools)
         self.calls: list[int] = []

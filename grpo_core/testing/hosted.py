@@ -13,7 +13,7 @@ from grpo_core.contracts.errors import PluginError, fault_of, with_place
 from grpo_core.contracts.incidents import report
 from grpo_core.contracts.playing import Player
 from grpo_core.contracts.records import AgentClient, Episode, Judgement, Prompt, SessionStart
-from grpo_core.environments.host import EnvironmentHost, Slotted, units
+from grpo_core.environments.host import EnvironmentHost, units
 
 T = TypeVar("T")
 
@@ -49,21 +49,11 @@ class HostedEnvironment:
 
     def __init__(self, environment: Any, *, task: str = "task") -> None:
         self.host = EnvironmentHost.around(environment, task=task)
-        self._description = self.host.description()
-        self.max_turns: int = self._description["max_turns"]
-        self.needs_group: bool = self._description["needs_group"]
-        self.success: float | None = self._description["success"]
-        self.combine: Mapping[str, str] = self._description["combine"]
-        self.slots: Slotted = self._description["slots"]
-        self.concurrency: int = self._description["concurrency"]
-        self.agents: int = self._description["agents"]
-        self.runs_agents = self.agents > 0
-        self.has_sessions: bool = self._description["sessions"]
-        self.memory: int = self._description["memory"]
+        self.about = self.host.description()
         self.player: Player | None = None
         self.calls: list[int] = []
         """Number of episodes in each call of ``evaluate``."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="agents") if self.runs_agents else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="agents") if self.about.runs_agents else None
 
     async def start(self) -> None:
         """Do nothing: the environment exists already."""
@@ -84,15 +74,15 @@ class HostedEnvironment:
 
     async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
         """Begin a session for each prompt, in order; its key is the session's name."""
-        if not self._description["sessions"]:
-            return [SessionStart(tools=self._description["tools"])] * len(prompts)
+        if not self.about.has_sessions:
+            return [SessionStart(tools=self.about.tools)] * len(prompts)
         return await self._called(lambda: self.host.open(list(prompts.items())))
 
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Judgement]:
         """Feedback for each episode, in order."""
         self.calls.append(len(episodes))
-        whole = self.slots != "all"
-        parts = [episodes] if whole else units(episodes, whole_groups=self.needs_group)
+        whole = self.about.slots != "all"
+        parts = [episodes] if whole else units(episodes, whole_groups=self.about.needs_group)
         return await self._called(lambda: [feedback for part in parts for feedback in self._evaluate(part)])
 
     async def call(self, method: str, items: Sequence[Any], slots: int) -> Sequence[Any]:
@@ -106,16 +96,17 @@ class HostedEnvironment:
             raise
         except Exception as error:
             failure, fault = with_place(error), fault_of(error)
-        parts = units(episodes, whole_groups=self.needs_group)
+        parts = units(episodes, whole_groups=self.about.needs_group)
         if len(parts) == 1:
             return [Judgement(error=failure, fault=fault)] * len(episodes)
         feedback = [each for part in parts for each in self._evaluate(part)]
         if all(each.error is None for each in feedback):
+            each = "group" if self.about.needs_group else "episode"
             report(
                 "batch_failed",
-                self._description["who"],
+                self.about.who,
                 f"a call with {len(episodes)} episodes failed ({failure}), and {len(parts)} calls with one "
-                f"{'group' if self.needs_group else 'episode'} each succeeded; correct evaluate for batches",
+                f"{each} each succeeded; correct evaluate for batches",
                 fault=fault,
             )
         return feedback

@@ -29,10 +29,10 @@ from grpo_core.losses.aggregation import row_weights
 from grpo_core.losses.entropy import EntropyControl
 from grpo_core.models.files import published_dtype
 from grpo_core.plugins.configured import host_of
-from grpo_core.plugins.loading import load_object
+from grpo_core.plugins.files import load_object
 from grpo_core.plugins.transports import find_transport
 from grpo_core.processes import cpu
-from grpo_core.processes.cores import thread_count
+from grpo_core.processes.memory import thread_count
 from grpo_core.training.batching import in_hinted_context, length, microbatches, of_several_rows, packs
 from grpo_core.training.budget import fitting, overhead, token_budget
 from grpo_core.training.building import trained_section

@@ -160,7 +160,7 @@ class Context:
 
     def _companions(self, own: Sequence[RolloutRequest]) -> list[RolloutRequest]:
         """Return the requests that complete a compared group, for the rollouts of one prompt."""
-        if not own or not self.environments[own[0].prompt.environment].needs_group:
+        if not own or not self.environments[own[0].prompt.environment].about.needs_group:
             return []
         return [
             evolve(
@@ -174,7 +174,7 @@ class Context:
         parts: dict[object, list[RolloutRequest]] = {}
         for request in requests:
             task = request.prompt.environment
-            key = (task, request.group) if self.environments[task].needs_group else id(request)
+            key = (task, request.group) if self.environments[task].about.needs_group else id(request)
             parts.setdefault(key, []).append(request)
         return list(parts.values())
 
@@ -224,7 +224,7 @@ class Context:
             for i, request in enumerate(requests)
             if i in failed
             or (
-                self.environments[request.prompt.environment].needs_group
+                self.environments[request.prompt.environment].about.needs_group
                 and (request.prompt.environment, request.group) in groups
             )
         ]

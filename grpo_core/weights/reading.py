@@ -9,7 +9,7 @@ import torch
 from attrs import evolve
 
 from grpo_core.contracts.records import Weights
-from grpo_core.plugins.loading import load_object
+from grpo_core.plugins.files import load_object
 from grpo_core.plugins.transports import transport_of
 from grpo_core.weights.adapters import added
 from grpo_core.weights.layout import buckets, unpack

@@ -11,13 +11,17 @@ import asyncio
 import inspect
 import json
 import random
+import sys
 import tempfile
 import time
-import venv
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from bare import bare_venv
 
 from grpo_core.app.sourced import SourcedProcess
 from grpo_core.config import EnvironmentConfig, TaskConfig
@@ -119,7 +123,7 @@ async def measure_interpreter() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "copying.py"
         file.write_text(COPYING)
-        venv.create(Path(scratch) / "bare", symlinks=True)
+        bare_venv(Path(scratch) / "bare")
         python = str(Path(scratch) / "bare")
         here = EnvironmentProcess("here", f"{file}:Copying")
         there = EnvironmentProcess("there", f"{file}:Copying", config=EnvironmentConfig(python=python))

@@ -25,7 +25,7 @@ from grpo_core.contracts.protocols import Environment
 from grpo_core.contracts.records import Episode, Feedback, Prompt
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.plugins.selection import PluginSelection
+from grpo_core.plugins.installed import PluginSelection
 
 ROLLOUTS, GROUP = 128, 8
 SLOW, FAST, SHARE = 1.5, 0.05, 0.05

@@ -19,7 +19,7 @@ from pathlib import Path
 from attrs import evolve
 
 from grpo_core.loop.pipeline import Learning, Playing
-from grpo_core.processes.garbage import spare_the_collector
+from grpo_core.processes.memory import spare_the_collector
 from grpo_core.testing.fakes import FakePrompts
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the simulation lies beside the tests

@@ -15,7 +15,7 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from attrs import define, field
 from grpo_core.contracts.errors import EngineError, TrainerError
 from grpo_core.contracts.incidents import report
 from grpo_core.contracts.playing import Player
-from grpo_core.contracts.protocols import Trainer
+from grpo_core.contracts.protocols import Description, Trainer
 from grpo_core.contracts.records import (
     Batch,
     Canary,
@@ -197,15 +197,10 @@ class Renderer:
 class Judge:
     """The environment of a task."""
 
-    needs_group = False
-    max_turns = 1
-    combine: Mapping[str, str] = MappingProxyType({})
-    slots, runs_agents, has_sessions, concurrency = "none", False, False, 0
-
     def __init__(
         self, task: Task, seed: int, kinds: Mapping[int, int], progress: Callable[[], float]
     ) -> None:
-        self.task, self.success = task, task.success
+        self.task, self.about = task, Description(success=task.success)
         self.player: Player | None = None
         self._name = f"environment of task {task.name!r}"
         self._rng, self._kinds, self._progress = random.Random(f"judge/{seed}/{task.name}"), kinds, progress

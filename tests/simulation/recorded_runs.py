@@ -208,7 +208,7 @@ class _Run:
         found: dict[str, Any] = {}
         for task in self.world.tasks:
             judge = Judge(task, self.config.seed, {}, self.progress)
-            judge.max_turns = 2 if task.tools else 1
+            judge.about = evolve(judge.about, max_turns=2 if task.tools else 1)
             found[task.name] = EnvironmentPool([judge], self.config.environment)
         return found
 

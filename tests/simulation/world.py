@@ -17,7 +17,6 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -35,7 +34,7 @@ from grpo_core.contracts.errors import (
     WeightSyncError,
 )
 from grpo_core.contracts.events import GroupFiltered
-from grpo_core.contracts.protocols import Trainer, ValidationContext
+from grpo_core.contracts.protocols import Description, Trainer, ValidationContext
 from grpo_core.contracts.records import (
     AgentClient,
     Batch,
@@ -596,11 +595,6 @@ class SimulatedEnvironment:
     have won.
     """
 
-    success = 1.0
-    combine: Mapping[str, str] = MappingProxyType({})
-    slots, concurrency = "none", 0
-    has_sessions = True
-
     def __init__(
         self,
         task: str,
@@ -614,12 +608,17 @@ class SimulatedEnvironment:
         group_size: int,
         endpoint: SimulatedEndpoint | None = None,
     ) -> None:
-        self.task, self.max_turns, self.needs_group = task, max_turns, needs_group
-        self.combine: dict[str, str] = {}
+        self.task = task
+        self.about = Description(
+            max_turns=max_turns,
+            needs_group=needs_group,
+            success=1.0,
+            agents=int(endpoint is not None),
+            has_sessions=True,
+        )
         self._dice, self._truth, self._tell, self._poisoned = dice, truth, tell, poisoned
         self._group_size = group_size
         self.player = endpoint
-        self.runs_agents = endpoint is not None
         self._playing: dict[asyncio.Task[Feedback | None], None] = {}
         """The agents that run."""
         self.sessions: set[str] = set()
@@ -665,11 +664,11 @@ class SimulatedEnvironment:
         if self._dice.happens("environment_garbage", fatal=True):
             self._tell(f"environment {self.task}: wrong number of feedback")
             return [Judgement(reward=1.0)] * (len(episodes) + 1)
-        if self._dice.happens("environment_death") and self.max_turns > 1:
+        if self._dice.happens("environment_death") and self.about.max_turns > 1:
             self._tell(f"environment {self.task}: its sessions are lost")
             self._lost |= self.sessions
         results = [self._environment(episode) for episode in episodes]
-        if self.needs_group:
+        if self.about.needs_group:
             results = self._compared(episodes, results)
         return as_feedback(results, len(episodes), self.task)
 
@@ -707,7 +706,7 @@ class SimulatedEnvironment:
             return Judgement(error="ValueError: the agent fails in the end")
         if fault == "agent_hang":
             await never()
-        if play.given.seed % 2 or self.needs_group:
+        if play.given.seed % 2 or self.about.needs_group:
             return None  # the environment judges
         claims = math.nan if fault == "nan_reward" else reward(list(map(ord, reply)))
         (feedback,) = as_feedback([claims], 1, self.task)
@@ -727,7 +726,7 @@ class SimulatedEnvironment:
             return math.nan
         if episode.prompt.id in self._poisoned:
             return Feedback(error="ValueError: bad row")
-        if episode.turn + 1 < self.max_turns and self.player is None:
+        if episode.turn + 1 < self.about.max_turns and self.player is None:
             return Feedback(done=False, messages=({"role": "user", "content": "go on"},))
         return reward(list(map(ord, episode.reply)))
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from grpo_core import AgentClient, ConfigError, Environment, Episode, Feedback, PluginError, Prompt, errors
 from grpo_core.kit import PluginHost, evaluate_of, read_json
-from grpo_core.plugins.installed import import_file
+from grpo_core.plugins.files import import_file
 from grpo_core.processes import orphans
 
 LAST_WORDS = 1 << 20

@@ -267,9 +267,9 @@ def test_an_option_out_of_its_range_is_refused(loss: Any, option: str, value: fl
         ("distillation", {"teacher": {"clip": -1.0}}, "above 0"),
         ("distillation", {"teacher": {"coefficient": -1.0}}, "at least 0"),
         ("distillation", {"teacher": {"reward_coefficient": -1.0}}, "at least 0"),
-        ("grpo", {"kl_coefficient": 0.1}, "write\n[loss.options]\nkl.coefficient = 0.1"),
+        ("grpo", {"kl_coefficient": 0.1}, "write\n[loss.options.kl]\ncoefficient = 0.1"),
         ("grpo", {"kl_coefficient": 0.1, "correction": "off", "importance_cap": 3, "top_entropy": 0.5},
-         "kl.coefficient = 0.1\ncorrection.cap = 3\nmask.top_entropy = 0.5\ncorrection.name = \"off\""),
+         "cap = 3\nname = \"off\"\n\n[loss.options.mask]\ntop_entropy = 0.5"),
     ],
 )  # fmt: skip
 def test_a_table_of_options_that_does_not_fit_is_refused(

@@ -98,7 +98,7 @@ class Audit:
         try:
             await environment.start()
             self.player = Player(environment, self.max_batch, clock=self.clock)
-            if environment.runs_agents:
+            if environment.about.runs_agents:
                 raise ConfigError(
                     "an agent plays its rollouts by itself: audit an environment that judges conversations, "
                     "or look at what the agent gets for a few prompts (grpo-core try)"
@@ -156,7 +156,7 @@ class Audit:
         step = max(1, len(self.train) // self.extent.prompts)
         known = await self.player.solve(self.train[:: max(1, len(self.train) // 256)])
         self.some = self.train[::step][: self.extent.prompts]
-        turns = self.player.environment.max_turns
+        turns = self.player.environment.about.max_turns
         held_out = await self.player.environment.prompts("validation")
         self._making = self.clock() - self._began
         return [
@@ -192,7 +192,7 @@ class Audit:
             else one
             for one in known
         ]
-        return [rewards.oracle(self._right, self.player.environment.success)]
+        return [rewards.oracle(self._right, self.player.environment.about.success)]
 
     def _affordable(self) -> int:
         """Estimate, from the first calls, the number of prompts that fit into the time budget."""
@@ -200,7 +200,7 @@ class Audit:
         playing = max(LEAST * self.extent.seconds, self.extent.seconds - self._making)
         rest = max(1.0, 0.55 * playing)
         each = max(self.player.per_episode, self._call / self.max_batch)
-        if self.player.environment.slots == "all":
+        if self.player.environment.about.slots == "all":
             each = self._call / AT_ONCE
         return max(FEWEST, min(len(self.some), int(rest / max(1e-6, each * per_prompt))))
 
@@ -210,7 +210,7 @@ class Audit:
         ]
         trials = await self._play(nonsense)
         known = {one.prompt.id: one for one in self.solutions}
-        scale = Scale(solutions=known, success=self.player.environment.success, floor=0.0)
+        scale = Scale(solutions=known, success=self.player.environment.about.success, floor=0.0)
         got = [t.reward for t in trials if t.reward is not None and not scale.deserves(t)]
         self.scale = evolve(scale, floor=fmean(got) if got else 0.0)
         return [rewards.floor(trials, self.scale)]
@@ -241,7 +241,7 @@ class Audit:
         surface = list(replies.surfaces(self.solutions))
         listed = list(replies.listings(self.solutions, self.extent.seed))
         cut = [Reply(prompt=one.prompt, text=one.text, kind="cut off", cut=True) for one in self.solutions]
-        if self.player.environment.max_turns > 1:  # these forms are made for a single turn
+        if self.player.environment.about.max_turns > 1:  # these forms are made for a single turn
             surface, cut = [], []
         long = list(replies.lengthening(self.some))
         formed = await self._play(surface, FORMS_UNTIL)
@@ -257,7 +257,7 @@ class Audit:
     async def _misses(self) -> list[Finding]:
         near = list(misses.near_misses(self.solutions))
         numbers = list(misses.prompt_numbers(self.some, replies.form_of(self.solutions, self.some)))
-        moves = list(misses.named_moves(self.some, self.player.environment.max_turns))
+        moves = list(misses.named_moves(self.some, self.player.environment.about.max_turns))
         trials = await self._play([*near, *numbers, *moves], MISSES_UNTIL)
 
         def of(replies: list[Reply]) -> list[Trial]:

@@ -112,21 +112,23 @@ async def tried(
 ) -> list[str]:
     """Judge a few replies of each task with the started second environment; see ``checked``."""
     name, messages = f"audit.second_opinion = {audit.second_opinion!r}", []
-    if second.needs_group:
+    judges = second.about
+    if judges.needs_group:
         raise ConfigError(f"{name} compares the rollouts of a group, and would see single ones; use another")
-    if second.runs_agents:
+    if judges.runs_agents:
         raise ConfigError(f"{name} runs an agent, and cannot judge what another one said; use another")
-    if second.success is None:
+    if judges.success is None:
         raise ConfigError(f"{name} declares no success; set audit.success to the reward of one")
     for task, environment in tasks.items():
-        if environment.success is None:
+        about = environment.about
+        if about.success is None:
             raise ConfigError(
                 f"{name}: the environment of task {task!r} declares no success; set tasks.{task}.success"
             )
-        if environment.runs_agents or environment.max_turns > second.max_turns:
-            plays = "runs an agent" if environment.runs_agents else f"plays {environment.max_turns} turns"
+        if about.runs_agents or about.max_turns > judges.max_turns:
+            plays = "runs an agent" if about.runs_agents else f"plays {about.max_turns} turns"
             raise ConfigError(
-                f"{name} judges {second.max_turns} turns, and the environment of task {task!r} {plays}; "
+                f"{name} judges {judges.max_turns} turns, and the environment of task {task!r} {plays}; "
                 "leave the task out of audit.tasks"
             )
         few = [evolve(prompt, environment=task) for prompt in prompts[task][:TRIED]]
@@ -148,7 +150,7 @@ async def _tried(name: str, task: str, environment: Any, second: Any, few: Seque
                 f"{name} cannot judge prompt {one.prompt.id!r} of task {task!r}: {one.error}. The columns of "
                 f"the prompt besides messages and answer are: {has}"
             )
-    if environment.max_turns > 1:
+    if environment.about.max_turns > 1:
         return []
     known = [one for one, solution in zip(judged, solutions, strict=True) if solution is not None]
     refused = [one for one in known if not one.success]

@@ -89,11 +89,11 @@ class Player:
         """Play replies concurrently: each turn of all of them is one call."""
         games = await self._opened(replies)
         try:
-            for turn in range(self.environment.max_turns):
+            for turn in range(self.environment.about.max_turns):
                 going = [game for game in games if not game.over]
                 if not going:
                     break
-                last = turn + 1 == self.environment.max_turns
+                last = turn + 1 == self.environment.about.max_turns
                 await self._say(going, last=last)
                 going = [game for game in going if not game.over]
                 await self._judge(going, games, last=last)
@@ -104,10 +104,10 @@ class Player:
     @property
     def _members(self) -> int:
         """Number of episodes for each reply: three if it compares a group's rollouts, else one."""
-        return 3 if self.environment.needs_group else 1
+        return 3 if self.environment.about.needs_group else 1
 
     def _group(self, reply: Reply) -> list[Reply]:
-        if not self.environment.needs_group:
+        if not self.environment.about.needs_group:
             return [reply]
         known = self.solutions.get(reply.prompt.id)
         said = known if reply.text is None else reply.text
@@ -161,7 +161,7 @@ class Player:
         if not going:
             return
         shown = going
-        if self.environment.needs_group:
+        if self.environment.about.needs_group:
             groups = {game.episode.group for game in going}
             shown = [game for game in games if game.episode.group in groups and game.turns]
         begin = self.clock()

@@ -155,7 +155,7 @@ class _Replay:
         self.done, self.error = True, error
 
     def judged(self, environment: EnvironmentClient) -> Judged:
-        threshold = environment.success
+        threshold = environment.about.success
         reward = None if self.error is not None else fsum(self.turn_rewards)
         return Judged(
             prompt=self.prompt,
@@ -166,7 +166,7 @@ class _Replay:
             if threshold is None or reward is None
             else advantages.reaches(reward, threshold, self.turn_rewards),
             metrics={
-                name: rewards.combined(values, name, environment.combine)
+                name: rewards.combined(values, name, environment.about.combine)
                 for name, values in self.metrics.items()
                 if name not in self.left_out
             },
@@ -224,7 +224,7 @@ async def _replay(replays: Sequence[_Replay], environment: EnvironmentClient) ->
         for each, start in zip(waiting, started, strict=True):
             if start.error is not None:
                 each.fail(start.error)
-        while shown := _to_show(replays, environment.needs_group):
+        while shown := _to_show(replays, environment.about.needs_group):
             feedback = await environment.evaluate([each.episode() for each in shown])
             for each, said in zip(shown, feedback, strict=True):
                 each.take(said)

@@ -268,7 +268,7 @@ async def _judge_all(
     with errors.status("starting the environments") as status:
         async with around as started:
             for name, environment in started.environments.items():
-                if environment.runs_agents:
+                if environment.about.runs_agents:
                     raise ConfigError(
                         f"task {name!r}: an agent plays and judges its rollouts by itself, and what it did "
                         f"is not stored; name an environment that judges conversations: --env {name}=ENV"

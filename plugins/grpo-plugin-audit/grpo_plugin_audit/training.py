@@ -87,6 +87,6 @@ async def played_signal(
         size = playing.config.rollout.group_size
         status(f"playing {len(some)} groups of {size}")
         groups = await playing.play(some, group_size=size, seed=seed)
-        success = playing.environments["audited"].success
+        success = playing.environments["audited"].about.success
     rewards = [[rollout.reward for rollout in group] for group in groups]
     return training_signal(rewards, success=success, model=model or str(engine["name"]))

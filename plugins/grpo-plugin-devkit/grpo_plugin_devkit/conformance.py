@@ -173,7 +173,7 @@ class Conformance:
             "held-out prompts": self._held_out_prompts,
             "the same prompts each time": self._same_prompts,
         }
-        if self.environment.runs_agents:
+        if self.environment.about.runs_agents:
             return (of_prompts if self._has_prompts() else {"prompts": self._stand_in}) | {
                 "its agent plays a rollout": self._agent,
                 "rollouts of one process send the same requests as alone": self._rollouts_apart,
@@ -213,7 +213,7 @@ class Conformance:
 
     def _task_of(self, prompt: Prompt) -> str:
         """Return the identity of a prompt: its messages, and with several turns also the answer."""
-        return repr((prompt.messages, prompt.answer if self.environment.max_turns > 1 else None))
+        return repr((prompt.messages, prompt.answer if self.environment.about.max_turns > 1 else None))
 
     def _same_prompts(self) -> str:
         self.end()
@@ -248,7 +248,7 @@ class Conformance:
         if not ended:
             raise Noted("solve(prompt) knows how to begin, but not how to end")
         advice = "Correct evaluate, or solve (by default the prompt's answer)"
-        success = self.environment.success
+        success = self.environment.about.success
         for (prompt, reply), group in ended:
             _expect_numbers(prompt, reply, group[0])
             reward, said = group[0].reward, f"{_case(prompt, reply)}, its own solution: {_given(group[0])}"
@@ -269,7 +269,7 @@ class Conformance:
 
     def _nonsense(self, prompt: Prompt, reply: str, group: Sequence[Judgement]) -> Sequence[Judgement]:
         """Return the feedback on nonsense that a solution is compared with."""
-        if self.environment.needs_group:
+        if self.environment.about.needs_group:
             return group[1:]
         return self._judged([(prompt, nonsense) for nonsense in NONSENSE if nonsense != reply])
 
@@ -290,7 +290,7 @@ class Conformance:
         few = len(self.some[:FEW])
         if few < 2:
             raise Noted("there is only one prompt")
-        if self.environment.success is None and not self.worth:
+        if self.environment.about.success is None and not self.worth:
             raise Noted("cannot be checked: declare success, or solve(prompt)")
         right = {prompt.id: reply for prompt, reply in self.solved}
         for begin in range(0, len(self._judgements), few):
@@ -308,7 +308,7 @@ class Conformance:
 
     def _full(self, prompt: Prompt) -> float:
         """Return the reward of a right reply to a prompt."""
-        success = self.environment.success
+        success = self.environment.about.success
         return self.worth.get(prompt.id, math.inf) if success is None else success
 
     def _steadiness(self) -> str:
@@ -331,7 +331,7 @@ class Conformance:
                     one == other,
                     f"{_case(prompt, reply)}: reward {one} {self._alone}, {other} {how} with "
                     f"{len(plays) - 1} others. Batches are put together by chance: judge each "
-                    f"{'group' if self.environment.needs_group else 'episode'} by itself",
+                    f"{'group' if self.environment.about.needs_group else 'episode'} by itself",
                 )
         return f"{len(plays)} episodes: each {self._alone}, together, and backwards"
 
@@ -383,7 +383,7 @@ class Conformance:
         """Check that concurrent rollouts of one process do not mix; requests are answered in lockstep."""
         if not self.side_by_side:
             raise Noted("cannot be checked in this process; use grpo-core check or check_agent")
-        several = self.environment.agents > 1
+        several = self.environment.about.agents > 1
         try:
             together = self._together()
         except (Broken, PluginError) as mixed:
@@ -442,15 +442,15 @@ class Conformance:
     @property
     def _members(self) -> int:
         """Number of episodes for each play: three if it compares a group's rollouts, else one."""
-        return 3 if self.environment.needs_group else 1
+        return 3 if self.environment.about.needs_group else 1
 
     @property
     def _in_its_group(self) -> str:
-        return " in its group" if self.environment.needs_group else ""
+        return " in its group" if self.environment.about.needs_group else ""
 
     @property
     def _alone(self) -> str:
-        return "as a group" if self.environment.needs_group else "alone"
+        return "as a group" if self.environment.about.needs_group else "alone"
 
     def _mixed(self) -> list[Reply]:
         """Return alternating right and wrong replies."""
@@ -499,7 +499,7 @@ class Conformance:
                 for index, (name, (prompt, reply)) in enumerate(zip(names, given, strict=True))
             ]
             feedback = self.wait(self.environment.evaluate(episodes))
-            for _ in range(1, self.environment.max_turns if to_the_end else 1):
+            for _ in range(1, self.environment.about.max_turns if to_the_end else 1):
                 self._next_turn(episodes, feedback, tools)
         finally:
             self.wait(self.environment.close(names))

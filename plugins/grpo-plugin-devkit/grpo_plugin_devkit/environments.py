@@ -79,7 +79,7 @@ def environment_findings(make: Callable[[], Any]) -> list[Finding]:
     with reported_to(incidents.append), contextlib.closing(asyncio.Runner()) as runner:
 
         def wait(coroutine: Coroutine[Any, Any, Any]) -> Any:  # the server for the agent needs a running loop
-            return runner.run(coroutine) if conformance.environment.runs_agents else finished(coroutine)
+            return runner.run(coroutine) if conformance.environment.about.runs_agents else finished(coroutine)
 
         conformance = Conformance(
             lambda: HostedEnvironment(make()), wait, incidents=incidents, side_by_side=False

@@ -140,9 +140,7 @@ class ShownEnvironment(EnvironmentClient):
 
     def __init__(self, environment: EnvironmentClient, transcript: Transcript) -> None:
         self._environment, self._transcript = environment, transcript
-        self.max_turns, self.needs_group = environment.max_turns, environment.needs_group
-        self.success, self.combine = environment.success, environment.combine
-        self.player = environment.player
+        self.about, self.player = environment.about, environment.player
         self.prompt: Prompt | None = None
         self.conversation: tuple[Message, ...] = ()
         """The messages so far."""

@@ -127,7 +127,7 @@ async def _by_hand(name: str, options: dict[str, Any], choice: Choice, block: Se
     with reported_to(lines_of_incidents(show)):
         async with Tasks.start(parts) as tasks:
             environment = tasks.environments[task]
-            if environment.runs_agents:
+            if environment.about.runs_agents:
                 raise ConfigError(
                     f"{name} is an agent, which plays by itself: let a model play, with --model tiny or "
                     "--run RUN"

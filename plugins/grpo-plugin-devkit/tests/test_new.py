@@ -17,7 +17,7 @@ import yaml
 
 from grpo_core import ConfigError, EngineSetup, Rollout, Run, load_object
 from grpo_core.loop.metrics import headline
-from grpo_core.plugins.installed import import_file
+from grpo_core.plugins.files import import_file
 from grpo_plugin_devkit import new as scaffold
 from grpo_plugin_devkit import wheels
 from grpo_plugin_devkit.adding import with_offer, with_requirements

@@ -6,14 +6,13 @@ import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from grpo_core import (
     AgentClient,
     ChildDied,
-    Environment,
     Episode,
     PluginError,
     Prompt,
@@ -62,24 +61,13 @@ class RemoteEnvironment:
             log=Path(made_from.log) if made_from.log else None,
         )
 
-    async def start(self) -> dict[str, Any]:
+    async def start(self) -> Any:
         self._made_from.origin.check(self._who)
         if self._made_from.log is not None:
             Path(self._made_from.log).parent.mkdir(parents=True, exist_ok=True)
         with reported_to(self._incidents.append):
             await self._process.start()
-        return {
-            "who": self._who,
-            "max_turns": self._process.max_turns,
-            "needs_group": self._process.needs_group,
-            "combine": self._process.combine,
-            "success": self._process.success,
-            "slots": self._process.slots,
-            "concurrency": self._process.concurrency,
-            "agents": self._process.agents,
-            "has_sessions": self._process.has_sessions,
-            "memory": self._process.memory,
-        }
+        return evolve(self._process.about, who=self._who)
 
     async def ask(self, method: str, *args: Any) -> tuple[Any, list[Incident]]:
         """Call a method of ``EnvironmentProcess``; return its result and the incidents since the last one."""
@@ -98,14 +86,9 @@ class RayEnvironment:
         resources: options of the Ray actor.
     """
 
+    about = EnvironmentProcess.about
+
     def __init__(self, name: str, made_from: EnvironmentSetup, *, resources: Mapping[str, Any]) -> None:
-        self.max_turns = Environment.max_turns
-        self.needs_group = Environment.needs_group
-        self.success = Environment.success
-        self.combine = Environment.combine
-        self.slots: Literal["none", "tools", "all"] = "none"
-        self.agents = self.memory = self.concurrency = 0
-        self.has_sessions = False
         self.player: Any = None
         self._name, self._made_from, self._resources = name, made_from, resources
         self._who = name
@@ -114,10 +97,6 @@ class RayEnvironment:
         """The worker that died last."""
         self._starting = asyncio.Lock()
         self._deaths = 0
-
-    @property
-    def runs_agents(self) -> bool:
-        return self.agents > 0
 
     async def start(self) -> None:
         """Start the worker.  Raises PluginError and ConfigError like the environment."""
@@ -217,12 +196,7 @@ class RayEnvironment:
                         f"needs {dict(self._resources)}, the cluster has {load().available_resources()} "
                         "free (environment.start_deadline)"
                     ) from error
-                self._worker, self._who = worker, started["who"]
-                self.max_turns, self.needs_group = started["max_turns"], started["needs_group"]
-                self.success, self.combine = started["success"], started["combine"]
-                self.slots, self.concurrency = started["slots"], started["concurrency"]
-                self.agents, self.memory = started["agents"], started["memory"]
-                self.has_sessions = started["has_sessions"]
+                self._worker, self.about, self._who = worker, started, started.who
             return self._worker
 
     def _died(self, worker: Any, error: ChildDied) -> None:

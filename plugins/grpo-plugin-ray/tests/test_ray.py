@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import venv
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -20,6 +19,7 @@ import attrs
 import killing
 import pytest
 import torch
+from bare import bare_venv
 from killing import GRPO, Run, left_after
 from measured import MEASURED
 
@@ -442,7 +442,7 @@ class Abroad(grpo.Environment):
 
 
 def test_an_environment_in_a_ray_worker_runs_in_the_interpreter_of_its_task(ray, tmp_path, monkeypatch):
-    venv.create(tmp_path / "bare", symlinks=True)
+    bare_venv(tmp_path / "bare")
     (tmp_path / "abroad.py").write_text(ABROAD)
     monkeypatch.setenv("KEY_OF_THE_DRIVER", "from the driver")
     config = EnvironmentConfig(python=str(tmp_path / "bare"), env_vars={"KEY": "$KEY_OF_THE_DRIVER"})
@@ -547,7 +547,7 @@ def test_agents_in_a_ray_worker_find_the_model_and_end_with_their_rollouts(ray, 
         incidents = []
         try:
             await pool.start()
-            assert pool.runs_agents
+            assert pool.about.runs_agents
             pool.player = server
             await engine.update_weights(Weights(version=0, location="", nbytes=0, tensors=()))
             with reported_to(incidents.append):

@@ -14,7 +14,6 @@ import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,6 +31,7 @@ from grpo_core import (
     Trainer,
     Weights,
 )
+from grpo_core.contracts.protocols import Description
 from grpo_core.contracts.records import SessionStart
 from grpo_core.kit import Judgement
 from grpo_plugin_replay.times import (
@@ -254,14 +254,11 @@ class PlannedTrainer(Trainer):
 class PlannedEnvironment:
     """An environment that returns the drawn outcomes."""
 
-    needs_group = False
-    success: float | None = None
-    combine: Mapping[str, str] = MappingProxyType({})
     player: Any = None
 
     def __init__(self, times: EnvironmentTimes, plays: Plays) -> None:
         self.times, self._plays = times, plays
-        self.max_turns = plays.times.turns
+        self.about = Description(max_turns=plays.times.turns)
         self._rng = random.Random(f"{plays.seed} environment")
 
     async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:

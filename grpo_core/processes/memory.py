@@ -1,4 +1,4 @@
-"""When the garbage collector of a process runs.
+"""The memory and the cores of a process, and when its garbage collector runs.  Needs no torch.
 
 Libraries make a million objects that live as long as the process.  Scanning them repeatedly takes a sixth of
 the time of the imports, and later 0.1 s each time.  Rollouts in flight are many objects as well, and few of
@@ -9,6 +9,8 @@ them are in cycles: Python's own thresholds spend an eighth of the time of the l
 from __future__ import annotations
 
 import gc
+import os
+import resource
 
 _IMPORTING, _RUNNING = 50_000, 10_000
 """New objects after which the collector runs; many modules make more than Python's 700."""
@@ -24,3 +26,21 @@ def spare_the_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_RUNNING, *gc.get_threshold()[1:])
+
+
+def thread_count(configured: int, colocated: bool, ranks: int = 1) -> int:
+    """Return the number of a rank's torch threads: as configured, or for 0 its share of the cores.
+
+    That is half of the cores if engines share them.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return configured or max(1, (cores // 2 if colocated else cores) // ranks)
+
+
+def resident() -> int:
+    """Return the resident bytes of this process, or 0 if unknown."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
