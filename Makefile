@@ -76,11 +76,11 @@ demo: $(SMALL)
 
 # a few that fail beside others are run again alone, and named
 test: $(READY) $(RAY) $(VLLM)
-	@$(BIN)/python tests/suite.py -n auto -m "not slow and not nightly"
+	@$(BIN)/python tests/suite.py -n auto --dist worksteal -m "not slow and not nightly"
 
 # what CI runs: the slow tests as well, and those that need a small environment of their own
 test-all: test
-	@$(BIN)/python tests/suite.py -n 2 --dist loadfile -m "slow and not nightly"
+	@$(BIN)/python tests/suite.py -n 2 --dist worksteal -m "slow and not nightly"
 	@$(BIN)/python tests/foreign.py verifiers inspect
 
 test-fast: $(READY)

@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from forks import GRPO, grpo
 
 from grpo_core import stored_rollouts
 from grpo_core.app.build import Outcome
@@ -24,7 +25,6 @@ from grpo_core.commands.running import _summary
 from grpo_core.loop import checkpoint
 from grpo_core.reporting.verification import verified
 
-GRPO = Path(sys.executable).with_name("grpo-core")
 SMALL = [
     "--set", "trainer.steps=4", "--set", "trainer.prompts_per_step=4", "--set", "trainer.updates_per_step=1",
     "--set", "rollout.group_size=4", "--set", "validation.prompts=10", "--set", "validation.every=2",
@@ -114,12 +114,6 @@ class TooFew:
 def here(tmp_path):
     (tmp_path / "envs.py").write_text(ENVIRONMENTS)
     return tmp_path
-
-
-def grpo(cwd, *arguments, timeout=120):
-    return subprocess.run(
-        [GRPO, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=timeout
-    )
 
 
 def refused(cwd, *arguments):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import types
@@ -94,7 +95,7 @@ def wrong(
         if not isinstance(value, dict):
             yield where, "a table", value
             return
-        for key, each in typing.get_type_hints(kind, include_extras=True).items():
+        for key, each in _hints(kind).items():
             optional = typing.get_origin(each) is typing.NotRequired
             place = f"{where}.{key}" if where else key
             if key in value:
@@ -117,6 +118,11 @@ def wrong(
                 yield from wrong(item, arguments[1], f"{where}.{key}" if where else key, is_of)
     elif not is_of(value, kind):
         yield where, _NAMES.get(kind, str(kind)), value
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind, include_extras=True)
 
 
 def _name(kind: Any) -> str:
