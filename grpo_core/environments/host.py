@@ -41,7 +41,6 @@ from grpo_core.environments.tools import Toolbox, message, tools_of
 from grpo_core.plugins.files import FILE_PREFIX
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
-from grpo_core.processes import bootstrap
 from grpo_core.processes.aio import gather
 from grpo_core.processes.cores import resident
 from grpo_core.processes.served import Call, Connection
@@ -162,8 +161,6 @@ class EnvironmentHost:
         self._opening: dict[str, asyncio.Event] = {}
         """Sessions that are being opened; the event is set when they are open or failed."""
         self._calls = Calls(f"environment of task {task!r}", self._begin, self._concurrency)
-        if self._has_sessions:  # takes half a second, which should not count for the first rollout
-            bootstrap.chat_template_utils()
 
     @property
     def serve(self) -> Callable[[Connection], None]:

@@ -46,12 +46,16 @@ def main(version: str, files: str, fd: int, parent: int) -> None:
 
 
 def chat_template_utils() -> types.ModuleType:
-    """Return transformers' module of this name, standalone if this interpreter has no transformers.
+    """Return transformers' module of this name, alone if its package is not loaded or not there.
 
-    Raises ImportError.
+    The package takes a second, and gives it no more than the type hints of tensors and images.  Raises
+    ImportError.
     """
-    if TEMPLATES in _files and importlib.util.find_spec("transformers") is None:
+    found = importlib.util.find_spec("transformers")
+    if found is None and TEMPLATES in _files:
         return _alone(_files[TEMPLATES])
+    if found and found.origin and not _files and not {"transformers", "torch", "PIL"} & sys.modules.keys():
+        return _alone(found.origin.replace("__init__.py", "utils/chat_template_utils.py"))
     return importlib.import_module(TEMPLATES)
 
 
