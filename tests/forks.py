@@ -6,6 +6,7 @@ its terminal starts the real program.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import importlib
@@ -27,7 +28,9 @@ _PATH = os.environ.get("PYTHONPATH")
 def _forker(*names: str) -> subprocess.Popen[bytes]:
     """Return a process that has imported the modules; the first of them has the function ``main``."""
     command = [sys.executable, __file__, *names]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    forker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    atexit.register(forker.__exit__, None, None, None)  # closes the pipes, and waits for its end
+    return forker
 
 
 def forked(
@@ -41,7 +44,7 @@ def forked(
     forker = _forker(*names)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         files = [f"/proc/{os.getpid()}/fd/{each.fileno()}" for each in (out, err)]
-        wanted = [arguments, str(cwd), environ, files]
+        wanted = [arguments, os.path.abspath(cwd), environ, files]
         assert forker.stdin is not None
         assert forker.stdout is not None
         forker.stdin.write(json.dumps(wanted).encode() + b"\n")
