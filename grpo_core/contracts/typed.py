@@ -16,6 +16,7 @@ from grpo_core.contracts.errors import CheckpointError, ConfigError, shortened
 T = TypeVar("T")
 
 Count = Annotated[int, "a whole number of at least 0"]
+_hints = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
 LONGEST = 80
 """Number of characters of a wrong value that a message shows."""
 _NAMES: Mapping[Any, str] = {
@@ -37,8 +38,7 @@ def read(path: Path, kind: type[T]) -> T:
     another type.
     """
     try:
-        value: T = checked(json.loads(path.read_text(encoding="utf-8")), kind)
-        return value
+        return typing.cast(T, checked(json.loads(path.read_text(encoding="utf-8")), kind))
     except (ValueError, RecursionError) as error:
         wrong = CheckpointError(
             f"{path}: {error or type(error).__name__}. Another program or version has written it: remove its "
@@ -118,11 +118,6 @@ def wrong(
                 yield from wrong(item, arguments[1], f"{where}.{key}" if where else key, is_of)
     elif not is_of(value, kind):
         yield where, _NAMES.get(kind, str(kind)), value
-
-
-@functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind, include_extras=True)
 
 
 def _name(kind: Any) -> str:

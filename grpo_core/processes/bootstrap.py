@@ -13,7 +13,7 @@ import json
 import logging
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 
 TEMPLATES = "transformers.utils.chat_template_utils"
@@ -76,8 +76,7 @@ def _alone(file: str) -> types.ModuleType:
     available = types.ModuleType("grpo_core_bootstrap.import_utils")
     vars(package)["logging"] = types.SimpleNamespace(get_logger=logging.getLogger)
     vars(available)["__getattr__"] = never
-    modules: Mapping[str, types.ModuleType] = {package.__name__: package, available.__name__: available}
-    sys.modules.update(modules)
+    sys.modules.update({package.__name__: package, available.__name__: available})
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
