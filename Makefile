@@ -83,7 +83,7 @@ test: $(READY) $(RAY) $(VLLM)
 
 # what CI runs: the slow tests as well, and those that need a small environment of their own
 test-all: test
-	@$(BIN)/python tests/suite.py -n 2 --dist worksteal -m "slow and not nightly"
+	@$(BIN)/python tests/suite.py -n 2 --dist loadfile -m "slow and not nightly"
 	@$(BIN)/python tests/foreign.py verifiers inspect
 
 test-fast: $(READY)
