@@ -26,6 +26,9 @@ DEMO   := $(addprefix plugins/grpo-plugin-,math report)
 CPU    := $(shell test "$$(uname -s)" = Linux && ! command -v nvidia-smi >/dev/null && \
 	echo "--index-url https://download.pytorch.org/whl/cpu")
 
+# three workers for two cores: many tests wait for a process that they have started
+WORKERS := $(shell expr 3 '*' $$(getconf _NPROCESSORS_ONLN) / 2)
+
 .PHONY: install install-vllm demo test test-all test-fast test-nightly test-foreign test-newest test-lowest test-released lint docs pages dist bench bench-peers gpu-check gpu-pack clean
 
 install: $(READY)
@@ -76,7 +79,7 @@ demo: $(SMALL)
 
 # a few that fail beside others are run again alone, and named
 test: $(READY) $(RAY) $(VLLM)
-	@$(BIN)/python tests/suite.py -n auto -m "not slow and not nightly"
+	@$(BIN)/python tests/suite.py -n $(WORKERS) --dist worksteal -m "not slow and not nightly"
 
 # what CI runs: the slow tests as well, and those that need a small environment of their own
 test-all: test

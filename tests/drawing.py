@@ -126,7 +126,7 @@ async def _nothing(directory: Path) -> Callable[[], Awaitable[None]]:
     return written
 
 
-if __name__ == "__main__":
+def main() -> None:
     loader, folder, steps, *at = sys.argv[1:]
     os.environ["ANY_LOADERS"] = folder
     when = (int(at[0]), at[1]) if at else (-1, "")
@@ -137,3 +137,7 @@ if __name__ == "__main__":
         sys.stderr.flush()
         os._exit(2)
     os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

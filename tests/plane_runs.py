@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from killing import GRPO, SETTINGS, Run, left_after
+from forks import grpo
+from killing import SETTINGS, Run, left_after
 
 LENGTH = """
 import grpo_core as grpo
@@ -44,9 +44,7 @@ def on(plane: str) -> list[str]:
 def train(cwd: Path, name: str, *more: str, untrained: int = 0) -> Path:
     """Train two ranks in order, and return the directory of the run."""
     (cwd / "length.py").write_text(LENGTH.replace("UNTRAINED", str(untrained)))
-    done = subprocess.run(
-        [GRPO, "train", *IN_ORDER, *more, "--output", name], cwd=cwd, capture_output=True, text=True
-    )
+    done = grpo(cwd, "train", *IN_ORDER, *more, "--output", name, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert '"rows": 0.0' not in (cwd / name / "metrics.jsonl").read_text()
     return cwd / name
@@ -122,7 +120,7 @@ def nothing_is_lost_or_left(cwd: Path, plane: str, keeper: str, *others: str) ->
     finally:
         if run.running:
             os.killpg(run.process.pid, signal.SIGKILL)
-    checked = subprocess.run([GRPO, "verify", run.directory], capture_output=True, text=True)
+    checked = grpo(".", "verify", run.directory)
     assert checked.returncode == 0, checked.stdout
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from documents import ROOT
+from forks import grpo
 from killing import GRPO, Run
 
 from grpo_core import cli
@@ -456,10 +457,9 @@ def test_clients_that_know_nothing_of_us_are_trained(env, turns, tmp_path):
         (tmp_path / "config.toml").write_text('[tasks.t]\nenv = "agent:sh ./curl.sh"\ndata = "rows.jsonl"\n')
     task = ["config.toml"] if env.startswith("agent") else ["--env", env]
     chosen = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    command = [GRPO, "train", *task, *chosen, "--output", "run"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    done = grpo(tmp_path, "train", *task, *chosen, "--output", "run", timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    subprocess.run([GRPO, "verify", "run"], cwd=tmp_path, check=True, capture_output=True)
+    grpo(tmp_path, "verify", "run").check_returncode()
     metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     found = [value for each in metrics for name, value in each.items() if name.startswith("turns/")]
     assert found

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -18,9 +19,11 @@ from transformers import AutoTokenizer
 
 from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.errors import WeightSyncError
+from grpo_core.contracts.protocols import Engine
 from grpo_core.contracts.records import (
     Canary,
     Completion,
+    EngineSetup,
     GenerationRequest,
     Group,
     Prompt,
@@ -39,6 +42,7 @@ from grpo_core.training.model import Scorer
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.weights.names import checkpoint_tensors
 from grpo_core.weights.reading import read_weights
+from grpo_core.weights.shm import SharedMemoryWriter
 from grpo_plugin_smollm2 import source
 
 Tensors = Mapping[str, torch.Tensor]
@@ -358,13 +362,38 @@ class Planted:
         return None
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory = tmp_path_factory.mktemp("models") / "m"
+class Served(Planted):
+    """A real engine beside the model of the test: it is given what a fault would leave it with."""
+
+    def __init__(
+        self, directory: str, dtype: torch.dtype, make: Callable[..., Engine], **options: Any
+    ) -> None:
+        super().__init__(directory, dtype)
+        self.dtype, self.writer = dtype, SharedMemoryWriter()
+        setup = EngineSetup(model=directory, log_directory=directory, deadline=600.0)
+        self.engine = make(setup, dtype=str(dtype).removeprefix("torch."), **options)
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        await super().generate(requests)
+        held = [(name, tensor.detach()) for name, tensor in self._own.items()]
+        await self.engine.update_weights(self.writer.write(self.version, held, dtype=self.dtype))
+        return list(await self.engine.generate(requests))
+
+    async def aclose(self) -> None:
+        await self.engine.aclose()
+
+
+def made(directory: Path, *, width: int = 32, warm_start_steps: int = 120) -> str:
+    """Write a model that knows the beginnings of some sequences."""
     letters = "abcdefgh"
     known = [(f"{i}=", "".join(letters[(i * k) % 8] for k in range(1, 9))) for i in range(12)]
-    tiny.make_tiny_model(directory, known, width=32, layers=2, warm_start_steps=120)
+    tiny.make_tiny_model(directory, known, width=width, layers=2, warm_start_steps=warm_start_steps)
     return str(directory)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return made(tmp_path_factory.mktemp("models") / "m")
 
 
 Prompts = Sequence[tuple[int, ...]]

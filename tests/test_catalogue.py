@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from forks import grpo
 
 from grpo_core.plugins.host import PluginHost
 
@@ -59,8 +58,5 @@ def test_what_was_seen_of_an_environment_that_nobody_offers_is_refused(tmp_path,
 def test_the_checks_that_it_names_pass(command):
     if "gym:" in command and "reasoning" not in command:
         pytest.importorskip("gymnasium", reason="gymnasium is not installed")
-    done = subprocess.run(
-        [sys.executable, "-m", *command.replace("grpo-core", "grpo_core", 1).split()],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
+    done = grpo(ROOT, *command.split()[1:])
     assert done.returncode == 0, done.stdout + done.stderr

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import get_args
 
 import attrs
+import forks
 import pytest
 
 import grpo_core as grpo
@@ -752,7 +753,7 @@ def test_an_environment_that_hangs_or_crashes_is_a_failed_check(tmp_path):
         "    def prompts(self, split): return [grpo.Prompt(messages='a', answer='b')]\n"
         "    def evaluate(self, episodes): os._exit(11)\n"
     )
-    done = subprocess.run([GRPO, "check", "./env.py:Dies"], cwd=tmp_path, capture_output=True, text=True)
+    done = forks.grpo(tmp_path, "check", "./env.py:Dies")
     assert done.returncode == 1, done.stderr
     assert "FAILED  a reply is scored" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr

@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from forks import GRPO, grpo
 
 from grpo_core import stored_rollouts
 from grpo_core.app.build import Outcome
@@ -24,7 +25,6 @@ from grpo_core.commands.running import _summary
 from grpo_core.loop import checkpoint
 from grpo_core.reporting.verification import verified
 
-GRPO = Path(sys.executable).with_name("grpo-core")
 SMALL = [
     "--set", "trainer.steps=4", "--set", "trainer.prompts_per_step=4", "--set", "trainer.updates_per_step=1",
     "--set", "rollout.group_size=4", "--set", "validation.prompts=10", "--set", "validation.every=2",
@@ -116,12 +116,6 @@ def here(tmp_path):
     return tmp_path
 
 
-def grpo(cwd, *arguments, timeout=120):
-    return subprocess.run(
-        [GRPO, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=timeout
-    )
-
-
 def refused(cwd, *arguments):
     """A command that fails with one message; returns it."""
     done = grpo(cwd, *arguments)
@@ -144,21 +138,30 @@ def metrics(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+ONCE = """
+def Once(split):
+    if split == "train":
+        return ({"prompt": f"{n}>", "answer": f"{n}"} for n in range(100))
+"""
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """A small run without the plugin of pages, whose learning rate is given."""
+    """A small run without the plugin of pages, whose learning rate and data are given."""
     cwd = tmp_path_factory.mktemp("plain")
-    without = ["--set", "trainer.lr=1e-3", "--no-plugin", "report"]
-    done = grpo(cwd, "train", *SORT, *SMALL, *without, "--output", "run")
+    (cwd / "once.py").write_text(ONCE)
+    given = ["--set", "trainer.lr=1e-3", "--no-plugin", "report", "--data", "./once.py:Once"]
+    given += ["--set", "tasks.sort.data_options.exact=false"]
+    done = grpo(cwd, "train", *SORT, *SMALL, *given, "--output", "run")
     assert done.returncode == 0, done.stderr
     return cwd / "run", done
 
 
 @pytest.mark.slow
-def test_a_run_without_the_plugin_of_pages_says_how_to_get_its_page(plain):
+def test_a_run_without_the_plugin_of_pages_says_how_to_get_its_page_and_whose_position_is_not_exact(plain):
     run, done = plain
     *_, result, page, following = done.stdout.splitlines()
-    assert result.endswith("run: run")
+    assert result.endswith("; position not exact: sort; run: run")
     assert page == "page: pip install grpo-plugin-report, then grpo-core report run"
     assert following == "next: grpo-core export run"
     assert not (run / "report.html").exists()
@@ -329,23 +332,6 @@ def test_the_last_line_of_a_resumed_run_counts_its_own_steps(trained):
     run, _ = trained
     outcome = Outcome(reason="finished", step=4, steps=4, directory=run, seconds=2.0, began=2)
     assert "; 4 of 4 steps, 2 of them now in 2 s; " in _summary(outcome)
-
-
-ONCE = """
-def Once(split):
-    if split == "train":
-        return ({"prompt": f"{n}>", "answer": f"{n}"} for n in range(100))
-"""
-
-
-@pytest.mark.long
-def test_the_summary_names_tasks_whose_position_is_not_exact(here):
-    (here / "once.py").write_text(ONCE)
-    data = ["--data", "./once.py:Once", "--set", "tasks.sort.data_options.exact=false"]
-    done = grpo(here, "train", *SORT, *SMALL, *data, "--set", "trainer.steps=1", "--output", "run")
-    assert done.returncode == 0, done.stderr
-    assert "1 of 1 steps" in done.stdout
-    assert "; position not exact: sort; run: run" in done.stdout
 
 
 @pytest.mark.slow

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-
-GRPO = Path(sys.executable).with_name("grpo-core")
+from forks import grpo
 
 
 @pytest.mark.long
@@ -19,7 +16,7 @@ GRPO = Path(sys.executable).with_name("grpo-core")
     [("sc", {"score"}), ("score --js", {"--json"}), ("new en", {"engine", "environment"})],
 )
 def test_bash_completes_commands_options_and_choices(words, found):
-    script = subprocess.run([GRPO, "completion", "bash"], capture_output=True, text=True, check=True).stdout
+    script = grpo(".", "completion", "bash").stdout
     given = ["grpo-core", *words.split()]
     asked = f"COMP_WORDS=({' '.join(given)}); COMP_CWORD={len(given) - 1}; _grpo_core"
     ended = subprocess.run(
@@ -33,5 +30,5 @@ def test_bash_completes_commands_options_and_choices(words, found):
 @pytest.mark.long
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_get_a_script_with_all_commands(shell):
-    script = subprocess.run([GRPO, "completion", shell], capture_output=True, text=True, check=True).stdout
+    script = grpo(".", "completion", shell).stdout
     assert all(command in script for command in ("train", "score", "validate", "completion"))

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 from attrs import evolve
@@ -30,7 +28,6 @@ from grpo_core.testing import FakeEngine, FakeEnvironment, HostedEnvironment
 from grpo_plugin_algorithms.shaping import ShapingConfig
 from grpo_plugin_devkit.objectives import a_group
 
-GRPO = Path(sys.executable).with_name("grpo-core")
 NAN = math.nan
 RULES = {"mean": np.nanmean, "sum": np.nansum, "max": np.nanmax, "last": lambda row: row[~np.isnan(row)][-1]}
 
@@ -230,8 +227,7 @@ FILE = """
 
 def grpo_core(folder, *arguments, combine="{}"):
     (folder / "game.py").write_text(textwrap.dedent(FILE).format(COMBINE=combine))
-    command = [GRPO, *arguments, "--set", "tasks.game.env=./game.py:Game", "--output", "run"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    return forks.grpo(folder, *arguments, "--set", "tasks.game.env=./game.py:Game", "--output", "run")
 
 
 TRAIN = [

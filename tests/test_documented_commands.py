@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import documents
 import pytest
 from documents import PAGES, ROOT, TUTORIALS, blocks, name_of
+from forks import grpo
 
 from grpo_core import cli
 from grpo_core.app import launch
@@ -237,11 +235,7 @@ def run(directory, arguments):
         elif arguments[0] == "validate":
             small = {"validation.prompts": 2, "rollout.max_tokens": 8}
         arguments += [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
-    program = [sys.executable, "-c", "from grpo_core.cli import main; main()"]
-    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
-    return subprocess.run(
-        [*program, *arguments], cwd=directory, env=environ, capture_output=True, text=True, timeout=240
-    )
+    return grpo(directory, *arguments, timeout=240, HF_HUB_OFFLINE="1", COLUMNS="200")
 
 
 @pytest.mark.slow

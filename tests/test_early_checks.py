@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from forks import grpo
 
 pytestmark = pytest.mark.long
-
-GRPO = Path(sys.executable).with_name("grpo-core")
 
 FILE = """
 import os
@@ -61,17 +58,10 @@ def here(tmp_path):
     return tmp_path
 
 
-def refused(cwd, command, *arguments, environ=None, status=2):
+def refused(cwd, command, *arguments, **environ):
     """The one line on standard error of a command that fails and has started nothing."""
-    done = subprocess.run(
-        [GRPO, command, *arguments],
-        cwd=cwd,
-        env={**os.environ, **(environ or {})},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == status, done.stderr
+    done = grpo(cwd, command, *arguments, **environ)
+    assert done.returncode == 2, done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert done.stdout == ""
     assert not (cwd / "runs").exists()
@@ -142,7 +132,7 @@ def test_a_model_that_does_not_exist_starts_nothing(here, chosen):
 )
 def test_a_known_plugin_that_is_not_installed_is_named_with_its_command(here, arguments, hint):
     (here / "sitecustomize.py").write_text(NO_PLUGINS)
-    assert hint in refused(here, "train", *ENV, *arguments, environ={"PYTHONPATH": str(here)})
+    assert hint in refused(here, "train", *ENV, *arguments, PYTHONPATH=str(here))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +152,7 @@ def test_vllms_plugin_without_vllm_names_the_command_that_installs_it(here):
     """As where the plugin was installed without its extra."""
     pytest.importorskip("grpo_plugin_vllm")
     (here / "sitecustomize.py").write_text(NO_VLLM)
-    text = refused(here, "train", *ENV, "--engine", "vllm", environ={"PYTHONPATH": str(here)})
+    text = refused(here, "train", *ENV, "--engine", "vllm", PYTHONPATH=str(here))
     assert "vllm is not installed: pip install 'grpo-core[vllm]'" in text
 
 
@@ -200,8 +190,7 @@ def test_an_environment_that_cannot_judge_one_reply_ends_before_a_model_is_read(
     (here / "env.py").write_text(
         f"import grpo_core as grpo\nclass Env(grpo.Environment):\n    {prompts}\n    {body}\n"
     )
-    command = [GRPO, "train", "--env", "./env.py:Env", "--model", "huge"]
-    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=60)
+    done = grpo(here, "train", "--env", "./env.py:Env", "--model", "huge")
     assert done.returncode != 0
     assert message in done.stderr
     assert "huge" not in done.stderr
@@ -215,15 +204,7 @@ def test_an_environment_that_never_hints_is_refused_by_name_for_a_loss_of_hints(
         "    def prompts(self, split): return [grpo.Prompt(messages='1+1=', answer='2')]\n"
         f"    def evaluate(self, episodes): return [grpo.Feedback(reward=0.0{hint})]\n"
     )
-    command = [
-        GRPO,
-        "train",
-        "--env",
-        "./env.py:Env",
-        "--model",
-        "huge",
-        *option("loss.name", "self_distillation"),
-    ]
-    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=60)
+    hinted = option("loss.name", "self_distillation")
+    done = grpo(here, "train", "--env", "./env.py:Env", "--model", "huge", *hinted)
     assert done.returncode != 0
     assert ("task 'env' gives no hints, from which the loss learns" in done.stderr) == (not hint)

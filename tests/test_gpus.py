@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
-from killing import GRPO, Run
+from forks import grpo
+from killing import Run
 
 from grpo_core.app import placement
 from grpo_core.app.placement import choose, joined_to_trainer
@@ -241,14 +241,8 @@ def test_each_process_of_a_run_sees_its_own_gpus_and_one_that_replaces_it_the_sa
 @pytest.mark.parametrize("command", ["train", "validate"])
 def test_gpus_that_are_not_there_end_a_command_before_anything_starts(tmp_path, command):
     target = ["tiny"] if command == "validate" else ["--output", "run"]
-    done = subprocess.run(
-        [GRPO, command, *target, "--env", "math:sort", "--set", "engine.gpus=[4]"],
-        cwd=tmp_path,
-        env=os.environ | with_four(tmp_path),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    chosen = ["--env", "math:sort", "--set", "engine.gpus=[4]"]
+    done = grpo(tmp_path, command, *target, *chosen, **with_four(tmp_path))
     assert done.returncode == ConfigError.exit_status
     assert done.stderr.strip() == (
         "grpo-core: engine.gpus = [4]: this machine has no GPU 4; it has 4, numbered from 0 to 3"
@@ -261,11 +255,6 @@ def test_a_trainers_gpu_does_not_hinder_a_validation_elsewhere(tmp_path):
     (tmp_path / "run").mkdir()
     config = build([{"tasks": {"sort": {"env": "math:sort"}}, "trainer": {"gpus": [7]}}])
     (tmp_path / "run" / "config.toml").write_text(as_toml(config))
-    done = subprocess.run(
-        [GRPO, "validate", "run", "--set", "validation.prompts=4", "--set", "rollout.max_tokens=9"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    chosen = ["--set", "validation.prompts=4", "--set", "rollout.max_tokens=9"]
+    done = grpo(tmp_path, "validate", "run", *chosen)
     assert done.returncode == 0, done.stderr

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 from bare import bare_venv
+from forks import grpo
 
 from grpo_core.config import EnvironmentConfig
 from grpo_core.contracts.errors import ConfigError, GrpoError, SelectionError
@@ -439,21 +440,8 @@ def test_a_path_without_an_interpreter_is_refused(tmp_path):
 @pytest.mark.long
 def test_a_missing_interpreter_or_variable_is_found_before_anything_starts(abroad, tmp_path):
     def train(*settings):
-        command = [
-            sys.executable,
-            "-m",
-            "grpo_core",
-            "train",
-            "--env",
-            abroad,
-            "--output",
-            str(tmp_path / "run"),
-        ]
-        ended = subprocess.run(
-            [*command, *(part for each in settings for part in ("--set", each))],
-            capture_output=True,
-            text=True,
-        )
+        sets = [part for each in settings for part in ("--set", each)]
+        ended = grpo(tmp_path, "train", "--env", abroad, *sets, "--output", "run")
         assert not (tmp_path / "run").exists()
         return ended.returncode, ended.stderr
 
@@ -476,7 +464,7 @@ def test_a_secret_reaches_the_environment(abroad, bare, monkeypatch):
         assert told(abroad, python=str(bare), env_vars={"JUDGE_KEY": spelled})["secret"] == SECRET
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_file_of_a_run_has_the_secret_that_its_environment_uses(tmp_path, bare):
     (tmp_path / "keyed.py").write_text(textwrap.dedent(KEYED))
     settings = [

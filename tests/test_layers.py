@@ -28,6 +28,8 @@ COMPARED = {
         "contracts/advantages.py",
         "group",
     ): "a value of the option `scale`, which is also the name of an advantage",
+    ("app/provenance.py", "model"): "a section of the configuration, which is also the name of a part",
+    ("app/provenance.py", "python"): "a key of the configuration, which is also the name of an environment",
     ("data/states.py", "torch"): "the package, which is also the name of the trainer",
     ("processes/client.py", "http"): "a scheme of addresses, which is also the name of an engine",
     ("validation/runner.py", "batched"): "a mode of the strategy, which is also the name of a strategy",

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 
+import forks
 import pytest
 from documents import ROOT
-from killing import GRPO
 
 import grpo_core
 import grpo_core as grpo
@@ -49,8 +48,7 @@ def test_a_player_of_a_file_plays_a_whole_run(tmp_path):
     (tmp_path / "run.toml").write_text(
         '[tasks.words]\nenv = "./words.py:Words"\nplayer = "./drafts.py:drafts"\n'
     )
-    command = [GRPO, "train", "run.toml", "--output", "run", *settings(SMALL)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = forks.grpo(tmp_path, "train", "run.toml", "--output", "run", *settings(SMALL), timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     run = grpo_core.Run(tmp_path / "run")
     rollouts = [rollout for step in (1, 2) for group in run.rollouts(step) for rollout in group.rollouts]
@@ -58,9 +56,7 @@ def test_a_player_of_a_file_plays_a_whole_run(tmp_path):
     for rollout in rollouts:
         assert (rollout.turns, len(rollout.segments)) == (2, 2)
         assert [message["role"] for message in rollout.messages] == ["user", "assistant", "assistant"]
-    verified = subprocess.run(
-        [GRPO, "verify", "run"], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
+    verified = forks.grpo(tmp_path, "verify", "run")
     assert verified.returncode == 0, verified.stdout + verified.stderr
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gzip
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import forks
 import pytest
 from attrs import evolve
 
@@ -17,7 +14,6 @@ from grpo_core.contracts import events
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.processes import secrets
 
-GRPO = str(Path(sys.executable).with_name("grpo-core"))
 SECRET = "sesame-4711-open"
 LEAKY = """
 import os
@@ -92,11 +88,7 @@ def test_no_file_and_no_line_of_a_run_has_a_key_that_its_environment_repeats(tmp
     given |= {"trainer.steps": 2, "trainer.prompts_per_step": 4, "rollout.group_size": 2}
     given |= {"validation.prompts": 8, "model.options.warm_start_steps": 1}
     settings = [part for key, value in given.items() for part in ("--set", f"{key}={value}")]
-    done = subprocess.run(
-        [GRPO, "train", *settings, "--output", "run"],
-        cwd=tmp_path, env=os.environ | {"SESAME": SECRET}, capture_output=True, text=True,
-        timeout=240,
-    )  # fmt: skip
+    done = forks.grpo(tmp_path, "train", *settings, "--output", "run", timeout=240, SESAME=SECRET)
     assert done.returncode == 0, done.stderr
     assert SECRET not in done.stdout + done.stderr
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]

@@ -13,12 +13,11 @@ import contextlib
 import json
 import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from forks import grpo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,8 +28,6 @@ from grpo_core.contracts.tokens import as_ids
 from grpo_core.models.files import chat_template
 from grpo_core.plugins.host import PluginHost
 from grpo_core.text.rendering import Renderer
-
-GRPO = Path(sys.executable).with_name("grpo-core")
 
 PLAIN = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
@@ -447,8 +444,8 @@ def train(source, model, cwd, *more, **settings):
         "rollout.max_tokens": 60, "validation.prompts": 2, "trainer.updates_per_step": 1, **settings,
     }  # fmt: skip
     sets = [part for key, value in chosen.items() for part in ("--set", f"{key}={value}")]
-    command = [GRPO, "train", "--env", f"./environment.py:{name}", *sets, *more, "--output", "run"]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=280)
+    command = ["train", "--env", f"./environment.py:{name}", *sets, *more, "--output", "run"]
+    return grpo(cwd, *command, timeout=280)
 
 
 def run_talks(model, cwd, *more):
@@ -466,7 +463,7 @@ def test_a_model_whose_template_forgets_is_trained_over_several_turns(qwen3, tmp
     done = run_talks(qwen3, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert min(segments_of(tmp_path / "run")) > 2.0, "nearly all have three turns"
-    subprocess.run([GRPO, "verify", tmp_path / "run"], check=True, capture_output=True)
+    grpo(tmp_path, "verify", "run").check_returncode()
 
 
 @pytest.mark.nightly

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
+import forks
 import pytest
 
 import grpo_core as grpo
@@ -15,7 +15,6 @@ from grpo_core.testing import FakeTrainer
 from grpo_core.training.process import ProcessTrainer
 
 ROOT = Path(__file__).parent.parent
-GRPO = Path(sys.executable).with_name("grpo-core")
 SMALL = [
     "--set", "trainer.steps=3", "--set", "trainer.prompts_per_step=4", "--set", "trainer.updates_per_step=1",
     "--set", "rollout.group_size=4", "--set", "validation.every=0", "--set", "checkpoint.every=2",
@@ -114,7 +113,7 @@ def here(tmp_path: Path) -> Path:
 
 
 def train(here: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([GRPO, "train", *arguments], cwd=here, capture_output=True, text=True, timeout=300)
+    return forks.grpo(here, "train", *arguments, timeout=300)
 
 
 def steps(here: Path) -> list[dict]:

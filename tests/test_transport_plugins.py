@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 
 import pytest
-from killing import GRPO
+from forks import grpo
 from parts_kept import check_transport
 
 from grpo_core.app.parts import Parts
@@ -88,9 +87,8 @@ SMALL = [
 
 
 def train(directory, *settings):
-    command = [GRPO, "train", "--env", "math:sort", "--output", "run"]
     words = [word for setting in (*SMALL, *settings) for word in ("--set", setting)]
-    return subprocess.run([*command, *words], cwd=directory, capture_output=True, text=True, timeout=300)
+    return grpo(directory, "train", "--env", "math:sort", "--output", "run", *words, timeout=300)
 
 
 @pytest.mark.slow

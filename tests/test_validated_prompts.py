@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 
+import forks
 import pytest
-from killing import GRPO
 
 import grpo_core as grpo
 from grpo_core.app.parts import Parts
@@ -138,7 +137,7 @@ def test_held_out_prompts_that_are_sorted_by_level_are_measured_by_a_choice_of_a
 
 
 def run_cli(*words):
-    return subprocess.run([GRPO, *words], capture_output=True, text=True, timeout=200)
+    return forks.grpo(".", *words, timeout=200)
 
 
 @pytest.mark.long

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forks import grpo
 from measured import MEASURED
 
 from grpo_core.app.model_sources import find_target, without_overridden
@@ -18,12 +17,7 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.storage.run_directory import RunDirectory
 from grpo_plugin_devkit.strategies import check_validation_strategy
 
-GRPO = Path(sys.executable).with_name("grpo-core")
 EXAMPLE = Path(__file__).parents[1] / "examples" / "custom_validation.py"
-
-
-def grpo(cwd, *arguments):
-    return subprocess.run([GRPO, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
 def find(name):

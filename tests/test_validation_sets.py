@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from forks import grpo
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,7 +25,6 @@ from grpo_core.reporting.verification import verified
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, run
 from grpo_core.validation.runner import HeldOut
 
-GRPO = Path(sys.executable).with_name("grpo-core")
 SORT = {"tasks": {"sort": {"env": "math:sort"}}}
 
 
@@ -320,10 +317,6 @@ name = "pass_at_k"
 options = { k = [1, 4] }
 prompts = 5
 """
-
-
-def grpo(cwd, *arguments):
-    return subprocess.run([GRPO, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture(scope="module")

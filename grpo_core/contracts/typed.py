@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import types
@@ -15,6 +16,7 @@ from grpo_core.contracts.errors import CheckpointError, ConfigError, shortened
 T = TypeVar("T")
 
 Count = Annotated[int, "a whole number of at least 0"]
+_hints = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
 LONGEST = 80
 """Number of characters of a wrong value that a message shows."""
 _NAMES: Mapping[Any, str] = {
@@ -36,8 +38,7 @@ def read(path: Path, kind: type[T]) -> T:
     another type.
     """
     try:
-        value: T = checked(json.loads(path.read_text(encoding="utf-8")), kind)
-        return value
+        return typing.cast(T, checked(json.loads(path.read_text(encoding="utf-8")), kind))
     except (ValueError, RecursionError) as error:
         wrong = CheckpointError(
             f"{path}: {error or type(error).__name__}. Another program or version has written it: remove its "
@@ -97,7 +98,7 @@ def wrong(
         if not isinstance(value, dict):
             yield where, "a table", value
             return
-        for key, each in typing.get_type_hints(kind, include_extras=True).items():
+        for key, each in _hints(kind).items():
             optional = typing.get_origin(each) is typing.NotRequired
             place = f"{where}.{key}" if where else key
             if key in value:

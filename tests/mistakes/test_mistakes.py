@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 from attrs import frozen
+from forks import GRPO, grpo
 
 HERE = Path(__file__).parent
 PYTHON = sys.executable
-GRPO = str(Path(PYTHON).with_name("grpo-core"))
 SHORT = [
     "--set", "trainer.steps=2", "--set", "trainer.prompts_per_step=4", "--set", "rollout.group_size=4",
     "--set", "validation.prompts=4", "--set", "model.options.warm_start_steps=2",
@@ -287,11 +287,12 @@ def here(tmp_path):
 
 def answered(mistake: Mistake, here: Path) -> None:
     if mistake.run:
-        subprocess.run(
-            [*train(*mistake.run, *SHORT), "--output", "runs/before"],
-            cwd=here, check=True, capture_output=True, timeout=240,
-        )  # fmt: skip
-    done = subprocess.run(mistake.does, cwd=here, capture_output=True, text=True, timeout=240)
+        grpo(here, "train", *mistake.run, *SHORT, "--output", "runs/before", timeout=240).check_returncode()
+    program, *arguments = mistake.does
+    if program == GRPO:
+        done = grpo(here, *arguments, timeout=240)
+    else:
+        done = subprocess.run(mistake.does, cwd=here, capture_output=True, text=True, timeout=240)
     screen = " ".join((done.stdout + done.stderr).replace("│", " ").split())
     assert done.returncode == mistake.status, screen
     for text in mistake.says:

@@ -63,6 +63,7 @@ from grpo_core.loop.pipeline import Checks, Learning, Pipeline, Playing, Schedul
 from grpo_core.loop.rollout import LostBudget, SamplingParams
 from grpo_core.loop.rows import group as group_advantages
 from grpo_core.loop.versions import Interval
+from grpo_core.processes.garbage import spare_the_collector
 from grpo_core.reporting.files import plain
 from grpo_core.testing import clock
 from grpo_core.validation.runner import Context, HeldOut, Results, Validation
@@ -769,7 +770,9 @@ class Simulation:
             at = asyncio.get_running_loop().time()
         except RuntimeError:
             at = 0.0
-        line = re.sub(r"[\d,]+ are free now", "some are free now", line.replace(str(self.root), ""))
+        line = line.replace(str(self.root), "")
+        if "are free now" in line:
+            line = re.sub(r"[\d,]+ are free now", "some are free now", line)
         self.story.append(f"{at:9.3f}  {line}")
         self._hash.update(self.story[-1].encode())
 
@@ -839,6 +842,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-faults", action="store_true")
     parser.add_argument("--quiet", action="store_true", help="only the feedback")
     given = parser.parse_args(arguments)
+    spare_the_collector()
     for seed in range(given.seed, given.seed + given.seeds):
         policy: Policy = given.policy or ("deadline", "in_order")[seed % 2]
         max_staleness = seed // 2 % 5 if given.max_staleness is None else given.max_staleness

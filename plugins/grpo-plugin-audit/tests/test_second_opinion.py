@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
+import forks
 import pytest
 
 import grpo_core as grpo
@@ -23,8 +22,6 @@ from grpo_plugin_audit.opinion import WAITING, SecondOpinion, checked, tried
 from grpo_plugin_audit.section import AuditConfig
 from grpo_plugin_devkit.modules import check_preflight
 from grpo_plugin_devkit.trackers import check_tracker
-
-GRPO = Path(sys.executable).with_name("grpo-core")
 
 
 class Double(grpo.Environment):
@@ -370,7 +367,7 @@ def test_a_run_stops_at_the_alarm_and_a_resumed_one_continues_with_its_evidence(
     ]
 
     def command(*words):
-        return subprocess.run([GRPO, *words], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        return forks.grpo(tmp_path, *words, timeout=240)
 
     ended = command(*begin, "--set", "trainer.steps=60", "--output", "run")
     assert ended.returncode == 0, ended.stderr

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forks import grpo
 from large import EIGHT_PARAMETERS, eight_billion
 
 from grpo_core import cli
@@ -22,13 +23,6 @@ from grpo_plugin_doctor.memory import size
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 BROKEN = "import grpo_core\nraise RuntimeError('no licence file')\n"
-
-
-def grpo(cwd, *arguments, **environ):
-    return subprocess.run(
-        [GRPO, *map(str, arguments)],
-        cwd=cwd, env={**os.environ, **environ}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
 
 
 def doctor(cwd, *arguments, status=0, **environ):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from forks import grpo
 from serving import serving
 
 import grpo_core
@@ -91,12 +92,6 @@ def said(body):
 
 def status(code, text="not now", **headers):
     return lambda: web.json_response({"error": {"message": text}}, status=code, headers=headers)
-
-
-def grpo(directory, *arguments, **env):
-    return subprocess.run(
-        [GRPO, *arguments], capture_output=True, text=True, timeout=120, cwd=directory, env=os.environ | env
-    )
 
 
 def options(url, *more):

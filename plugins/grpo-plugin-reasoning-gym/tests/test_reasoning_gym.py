@@ -4,9 +4,9 @@ import random
 import re
 import subprocess
 import sys
-from pathlib import Path
 from statistics import fmean
 
+import forks
 import pytest
 
 import grpo_core as grpo
@@ -15,8 +15,6 @@ from grpo_core.testing import make_offer
 from grpo_plugin_devkit.environments import check_environment
 from grpo_plugin_reasoning_gym.environment import ReasoningGym, last_answer
 from grpo_plugin_reasoning_gym.tasks import REFUSED, is_answer
-
-GRPO = Path(sys.executable).with_name("grpo-core")
 
 
 def text(prompt):
@@ -374,7 +372,6 @@ def _check(task):
 @pytest.mark.parametrize("task", ["ransom_note", "word_ladder"])
 def test_tasks_that_order_sets_are_the_same_in_every_process(task):
     size = ("--set", "size=20", "--set", "validation_size=5")
-    command = [GRPO, "check", f"reasoning_gym:{task}", *size]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = forks.grpo(".", "check", f"reasoning_gym:{task}", *size)
     assert "ok      the same prompts each time: also when it is made anew" in done.stdout
     assert "ok      a solution gets full marks: 20 of 20" in done.stdout

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from forks import grpo
 
 from grpo_core import ConfigError
 from grpo_core.config import structured
@@ -18,7 +16,6 @@ from grpo_plugin_replay.forecast import forecast
 from grpo_plugin_replay.simulate import best, table
 from grpo_plugin_replay.times import Times, read_times
 
-GRPO = Path(sys.executable).with_name("grpo-core")
 ROWS = 8
 """Rollouts of a step, all of which the engine decodes at once."""
 
@@ -319,5 +316,5 @@ def test_sweeps_of_two_keys_are_crossed_on_request(simulate):
 
 @pytest.mark.long
 def test_a_wrong_option_is_a_message_and_not_a_traceback():
-    done = subprocess.run([GRPO, "simulate", "--steps", "0"], capture_output=True, text=True)
+    done = grpo(".", "simulate", "--steps", "0")
     assert (done.returncode, done.stderr) == (2, "grpo-core: --steps is 0; expected 1 or more\n")

@@ -10,13 +10,11 @@ import json
 import re
 import shutil
 import statistics
-import subprocess
-import sys
-from pathlib import Path
 
 import attrs
 import numpy as np
 import pytest
+from forks import grpo
 from safetensors.numpy import load_file
 
 from grpo_core import ConfigError, Run, errors
@@ -24,7 +22,6 @@ from grpo_plugin_replay import bisect, fork, history, replay
 
 pytestmark = pytest.mark.long
 
-GRPO = Path(sys.executable).with_name("grpo-core")
 ENVIRONMENT = """
 import grpo_core as grpo
 
@@ -53,8 +50,7 @@ OTHER = {
 def train(directory, *arguments, **settings):
     """Run ``grpo-core train`` in a separate process."""
     sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    command = [GRPO, "train", *arguments, *sets]
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=300)
+    done = grpo(directory, "train", *arguments, *sets, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

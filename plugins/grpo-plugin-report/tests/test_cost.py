@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forks import grpo
 
 import grpo_plugin_report
 from grpo_core import Run, RunInfo
@@ -47,9 +48,7 @@ def ended(process):
 
 
 def listed(cwd):
-    (found,) = json.loads(
-        subprocess.check_output([GRPO, "runs", "list", "run", "--json"], cwd=cwd, text=True)
-    )
+    (found,) = json.loads(grpo(cwd, "runs", "list", "run", "--json").stdout)
     return found
 
 
@@ -165,7 +164,7 @@ def test_a_run_stops_at_its_price_with_a_checkpoint_and_a_resumed_one_adds(tmp_p
     assert first["amount"] < row["cost"] <= last["amount"]
     assert last["per_step"] == pytest.approx(last["amount"] / row["step"])
     assert first["currency"] == "EUR"
-    head, line = subprocess.check_output([GRPO, "runs", "list", "run"], cwd=tmp_path, text=True).splitlines()
+    head, line = grpo(tmp_path, "runs", "list", "run").stdout.splitlines()
     assert "cost" in head
     assert str(Account.of(Run(tmp_path / "run"))) in line
 

@@ -6,11 +6,11 @@ import csv
 import io
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forks import grpo
 
 from grpo_core import ConfigError, Run
 from grpo_core.config import build
@@ -19,7 +19,6 @@ from grpo_plugin_report import runs
 from grpo_plugin_report.explain.decisions import explained
 from grpo_plugin_report.explain.facts import Facts
 
-GRPO = Path(sys.executable).with_name("grpo-core")
 METRICS = [
     {"step": 0, "time": 1.0, "validation/sort/accuracy": 0.25, "validation/sort/reward": 0.3},
     {"step": 1, "time": 2.0, "reward/sort": 0.5, "time/step": 2.0},
@@ -206,7 +205,7 @@ def test_a_directory_without_a_run_is_named(tmp_path, made, capsys):
 @pytest.mark.slow
 def test_a_run_that_was_trained_is_listed_pruned_and_still_verified(tmp_path):
     def command(*arguments):
-        ended = subprocess.run([GRPO, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+        ended = grpo(tmp_path, *arguments, timeout=200)
         assert ended.returncode == 0, ended.stderr
         return ended.stdout
 
@@ -233,7 +232,7 @@ def test_everything_shows_a_run_of_epochs_with_its_number_of_steps(tmp_path):
     )
 
     def command(*arguments):
-        ended = subprocess.run([GRPO, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+        ended = grpo(tmp_path, *arguments, timeout=200)
         assert ended.returncode == 0, ended.stderr
         return ended.stdout
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,11 @@ from adapted import AdaptedEngine
 from attrs import evolve
 from killing import Run, left_after
 from scaled import scaled
-from test_agreement import Planted, not_loaded, planted, stale, swapped
+from test_agreement import Served, made, not_loaded, planted, stale, swapped
 from test_trainer import setup as trainer_setup
 
 from grpo_core import EngineError, EngineSetup, GenerationRequest, ModelError, TrainerSetup
-from grpo_core.demo import tiny
 from grpo_core.kit import PluginHost
-from grpo_core.weights.shm import SharedMemoryWriter
 from grpo_plugin_devkit.decoding import ENGINE_LAWS, EngineUnderTest, make_test_model, start_engine
 from grpo_plugin_devkit.engines import check_engine
 from grpo_plugin_scale.weights.collective import CollectiveWriter
@@ -190,26 +189,6 @@ def test_vllm_shares_a_gpu_with_the_trainer(in_turn, tmp_path):
     asyncio.run(story())
 
 
-class Served(Planted):
-    """A real engine beside the model of the test: it is given what a fault would leave it with."""
-
-    def __init__(self, path, dtype):
-        super().__init__(path, dtype)
-        self.dtype, self.writer = dtype, SharedMemoryWriter()
-        setup = EngineSetup(model=path, log_directory=path, deadline=600.0)
-        name = str(dtype).removeprefix("torch.")
-        self.engine = VllmEngine(setup, dtype=name, max_rows=64, cache_mib=64 if DEVICE == "cpu" else 1024)
-
-    async def generate(self, requests):
-        await super().generate(requests)
-        held = [(name, tensor.detach()) for name, tensor in self._own.items()]
-        await self.engine.update_weights(self.writer.write(self.version, held, dtype=self.dtype))
-        return await self.engine.generate(requests)
-
-    async def aclose(self):
-        await self.engine.aclose()
-
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FAULTS = stale, swapped, not_loaded
 
@@ -218,12 +197,17 @@ FAULTS = stale, swapped, not_loaded
 @pytest.mark.nightly
 def test_no_fault_of_a_sync_with_vllm_counts_as_right_and_no_other_sync_is_doubted(tmp_path):
     """A hundred syncs in bfloat16 on a GPU, four in float32 on a CPU; rounding leaves some unproved."""
-    known = [(f"{i}=", "".join("abcdefgh"[(i * k) % 8] for k in range(1, 9))) for i in range(12)]
-    tiny.make_tiny_model(tmp_path / "m", known, width=128, layers=2, warm_start_steps=30)
+    model = made(tmp_path / "m", width=128, warm_start_steps=30)
     syncs, dtype = (100, torch.bfloat16) if DEVICE == "cuda" else (4, torch.float32)
-    given = trainer_setup(str(tmp_path / "m"), lr=2e-4 if DEVICE == "cuda" else 1e-3)
+    given = trainer_setup(model, lr=2e-4 if DEVICE == "cuda" else 1e-3)
     given = evolve(given, model=evolve(given.model, dtype=str(dtype).removeprefix("torch.")))
-    found = planted(given, FAULTS, dtype, syncs=syncs, make=Served)
+    found = planted(
+        given,
+        FAULTS,
+        dtype,
+        syncs=syncs,
+        make=partial(Served, make=VllmEngine, max_rows=64, cache_mib=64 if DEVICE == "cpu" else 1024),
+    )
     assert found["swapped", "found"] == syncs
     assert not any(found[fault.__name__, "right"] for fault in FAULTS)
     assert min(found["stale", "found"], found["not_loaded", "found"], found["none", "right"]) >= syncs / 2
