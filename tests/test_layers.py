@@ -30,7 +30,7 @@ COMPARED = {
     ): "a value of the option `scale`, which is also the name of an advantage",
     ("data/states.py", "torch"): "the package, which is also the name of the trainer",
     ("environments/tools.py", "torch"): "the package, which is also the name of the trainer",
-    ("processes/client.py", "http"): "a scheme of addresses, which is also the name of an engine",
+    ("processes/services.py", "http"): "a scheme of addresses, which is also the name of an engine",
     ("validation/runner.py", "batched"): "a mode of the strategy, which is also the name of a strategy",
 }
 """Comparisons with the name of an offer that are known, each with its reason."""

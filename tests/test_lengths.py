@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import pickle
 
 import pytest
 from test_cli import events, grpo, refused
@@ -141,7 +140,7 @@ def test_a_source_without_its_long_rows_is_another_source(tmp_path):
         return source
 
     whole, (left, _, told) = opened(), kept(opened(), 50, renderer())
-    assert ids(left) == ids(pickle.loads(pickle.dumps(left))) == ["p5", "p10", "p50"]
+    assert ids(left) == ["p5", "p10", "p50"]
     assert list(told) == ["prompts_left_out/sums", "held_out_left_out/sums"]
     assert list(left.digests) == [whole.digests[place] for place in (0, 2, 3)]
     assert list(left.sizes) == [whole.sizes[place] for place in (0, 2, 3)]

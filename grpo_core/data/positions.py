@@ -19,7 +19,7 @@ from grpo_core.contracts.records import Prompt
 SHOWN = 60
 """Length of the text that a fingerprint keeps of a field."""
 
-Fingerprint = Mapping[str, Sequence[str]]
+Fingerprint = Mapping[str, list[str]]
 """Digest and cut text by field."""
 NO_FIELDS: Collection[str] = frozenset()
 

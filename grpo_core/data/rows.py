@@ -19,7 +19,7 @@ from typing import Any, overload
 from attrs import evolve, fields_dict, frozen
 
 from grpo_core.config import RowOptions, structured
-from grpo_core.contracts.errors import ConfigError, GrpoError, PluginError, fault_of
+from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.contracts.records import Message, Prompt
 from grpo_core.contracts.unicode import lone_surrogate, unreadable
 from grpo_core.data.files import is_file, is_null
@@ -306,14 +306,6 @@ def is_of(given: Any, module: str, name: str) -> bool:
     """Return whether something is of a class whose module may not be imported."""
     there = sys.modules.get(module)
     return there is not None and isinstance(given, getattr(there, name))
-
-
-def raised(who: str, what: str, error: BaseException) -> GrpoError:
-    """Return the error that names the dataloader."""
-    if isinstance(error, GrpoError):
-        return error
-    fault = fault_of(error)
-    return PluginError(f"{who}: {what} raised {fault}").carrying(fault)
 
 
 FILES = "file:"

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from grpo_core.contracts import events
 from grpo_core.contracts.errors import shortened
-from grpo_core.contracts.incidents import Lines, by_kind
+from grpo_core.contracts.incidents import by_kind, line_of
 from grpo_core.contracts.protocols import Tracker
 from grpo_core.contracts.records import RunInfo
 from grpo_core.loop.metrics import OF, headline
@@ -241,7 +241,6 @@ class TerminalTracker(Tracker):
         self._warned: set[str] = set()
         self._survived: Counter[str] = Counter()
         """Number of incidents by kind."""
-        self._lines = Lines()
         self._shown: dict[str, str] = {}
         """Lines of trackers, by name."""
         self._sample: tuple[str, str, float] | None = None
@@ -316,10 +315,9 @@ class TerminalTracker(Tracker):
                 self.say(f"warning, step {event.step}: {event.message}")
             case events.IncidentReported():
                 self._survived[event.kind] += event.count
-                cause = event.kind, event.component
-                if line := self._lines.line(*cause, event.message, count=event.count, now=event.time):
-                    what = "waits" if event.kind == "unavailable" else "survived"
-                    self.say(f"{what}, step {event.step}: {line}")
+                what = "waits" if event.kind == "unavailable" else "survived"
+                line = line_of(event.component, event.message, event.count)
+                self.say(f"{what}, step {event.step}: {line}")
             case events.RunEnded() if self._survived:
                 self.say(f"recovered in this run from {by_kind(self._survived)} (events.jsonl has each)")
 
@@ -432,11 +430,6 @@ class TerminalTracker(Tracker):
             rows.append(("sample", f"{reward:g}", Text(shown)))
         return rows
 
-    @staticmethod
-    def _reward(name: str, rewards: Sequence[float], width: int = _WIDTH) -> ViewRow:
-        low, high = min(0.0, *rewards), max(1.0, *rewards)
-        return name, f"{rewards[-1]:.3f}", Text(sparkline(rewards, low, high, width))
-
     def _speeds(self) -> list[ViewRow]:
         """Return the lines about staleness, waits and tokens."""
         newest = self._recent[-1]
@@ -454,22 +447,14 @@ class TerminalTracker(Tracker):
         ]
 
     def _learning(self) -> list[ViewRow]:
-        """Return a line about the rewards of each task; of several, with its other numbers."""
-        recent = list(self._recent)  # another thread draws
-        tasks = sorted({task for metrics in recent for task in _tasks_of(metrics)})
-        if len(self._tasks) < 2:
-            known = [self._reward("reward", self._rewards[task]) for task in tasks if task in self._rewards]
-            beside = [each for task in tasks for each in _beside_reward(task, recent[-1]).items()]
-            return known + [(name, value, Text()) for name, value in beside]
-        rows: list[ViewRow] = []
-        for task in tasks:
+        """Return a line about the rewards of each task, with its other numbers."""
+        recent, rows = list(self._recent), list[ViewRow]()  # another thread draws
+        for task in sorted({task for metrics in recent for task in _tasks_of(metrics)}):
             last = next(metrics for metrics in reversed(recent) if f"groups/{task}" in metrics)
-            numbers = Text(_numbers_of(task, last), style="dim")
-            if not (rewards := self._rewards.get(task)):
-                rows.append((f"reward {task}", "", numbers))
-                continue
-            name, value, picture = self._reward(f"reward {task}", rewards, _TASK_WIDTH)
-            rows.append((name, value, Text.assemble(picture.plain.ljust(_TASK_WIDTH), "  ", numbers)))
+            rewards = self._rewards.get(task, [])
+            bars = sparkline(rewards, min([0.0, *rewards]), max([1.0, *rewards]), _TASK_WIDTH)
+            picture = Text.assemble(bars.ljust(_TASK_WIDTH), "  ", (_numbers_of(task, last), "dim"))
+            rows.append((f"reward {task}", f"{rewards[-1]:.3f}" if rewards else "", picture))
         return rows
 
 
@@ -521,9 +506,9 @@ def _said(messages: Sequence[Mapping[str, Any]]) -> str:
 
 def _numbers_of(task: str, metrics: Mapping[str, float]) -> str:
     """Format the numbers of a task, except its reward."""
-    accuracy, filtered = metrics.get(f"accuracy/{task}"), metrics.get(f"filtered_fraction/{task}")
+    filtered = metrics.get(f"filtered_fraction/{task}")
     numbers = [
-        *([] if accuracy is None else [f"accuracy {accuracy:.0%}"]),
+        *(f"{name} {value}" for name, value in _beside_reward(task, metrics).items()),
         f"{metrics[f'groups/{task}']:.0f} groups",
         f"{metrics[f'completion_tokens/{task}']:.0f} tokens",
         *([] if filtered is None else [f"{filtered:.0%} filtered"]),
