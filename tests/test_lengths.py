@@ -16,8 +16,8 @@ from grpo_core.config import EnvironmentConfig, RowOptions, ValidationConfig
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.data.files import file as read_file
 from grpo_core.data.loaders import IndexedLoader
+from grpo_core.data.prompts import UNBOUNDED, size
 from grpo_core.data.rows import ReadRows, RowReader
-from grpo_core.data.sizes import UNBOUNDED, size
 from grpo_core.diagnosis.first_look import LOOKED_AT
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.testing import HostedEnvironment

@@ -305,7 +305,7 @@ def test_token_ids_that_no_vocabulary_has_are_refused(ids):
     async def checked(url):
         completion = await of_vllm(url)
         request = GenerationRequest(prompt_ids=(1,), max_tokens=4)
-        from grpo_core.contracts.completions import check_completions
+        from grpo_core.contracts.playing import check_completions
 
         check_completions([completion], [request], vocabulary=100)
 

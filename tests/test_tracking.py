@@ -65,8 +65,11 @@ EVENTS = [
     StepEnded(
         step=1,
         metrics={
-            **{"reward/sort": 0.25, "groups/sort": 1.0, "completion_tokens/sort": 5.0},
-            **{"loss": float("nan"), "staleness_max": 1.0},
+            "reward/sort": 0.25,
+            "groups/sort": 1.0,
+            "completion_tokens/sort": 5.0,
+            "loss": float("nan"),
+            "staleness_max": 1.0,
         },
     ),
     PromptSkipped(step=1, task="sort", prompt="7", error="ValueError: bad row"),
@@ -515,7 +518,7 @@ class Clock:
 
 def test_the_seconds_of_the_current_stage_and_of_a_checkpoint_during_it_are_shown():
     clock = Clock()
-    now = Now(9, clock)
+    now = Now(clock)
     now.receive(StatusChanged(message="loading the model"))
     assert now.text() == "loading the model"
     clock.now = 12.4
@@ -538,8 +541,8 @@ def test_the_number_of_ready_groups_is_that_of_the_buffer():
     for slot in range(3):
         now.receive(GroupFinished(slot=slot, task="sort", prompt="1"))
     assert now.text() == "waiting for groups: 4 are ready, but not all of the next 2"
-    now.receive(GroupsReady(step=0, groups=(*groups(), *groups())[:2]))
-    now.receive(StepEnded(step=1, metrics={"buffer/ready": 1.0}))
+    now.receive(GroupsReady(step=0, groups=groups() * 3))
+    now.receive(StageBegan(step=1, stage="wait for groups"))
     assert now.text() == "waiting for groups: 1 of 2 are ready"
 
 
@@ -553,6 +556,7 @@ def steps(seconds, *, start=1000.0):
             time=start,
             metrics={"time/step": each, "time/wait_for_groups": each / 2, "time/train": 1.0},
         )
+        yield StageBegan(step=step, stage="wait for groups")
 
 
 def test_the_time_that_is_left_follows_the_last_steps():
@@ -586,7 +590,7 @@ def test_the_live_view_says_what_the_run_waits_for():
     text = " ".join(shown(terminal=True, events=steps([10.0] * 3)).split())
     assert "now waiting for the groups of step 4" in text
     assert "waiting 50% for replies; at work: engine 0%, trainer 10%" in text
-    ready = [*steps([10.0]), GroupsReady(step=1, groups=groups())]
+    ready = [*steps([10.0]), GroupsReady(step=1, groups=groups()), StageBegan(step=1, stage="step")]
     assert "now training step 2" in " ".join(shown(terminal=True, events=ready).split())
     ended = [*ready, RunEnded(step=1, reason="finished")]
     assert "training step" not in shown(terminal=True, events=ended)

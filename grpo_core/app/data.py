@@ -15,9 +15,9 @@ from grpo_core.config import RowOptions, TaskConfig
 from grpo_core.contracts.errors import ConfigError, PluginError, did_you_mean, plugin_errors, wrong_input
 from grpo_core.contracts.records import Prompt
 from grpo_core.data.files import Ranges, check_apart
-from grpo_core.data.leakage import digest
 from grpo_core.data.loaders import Convert, IndexedLoader, LookAhead, StreamLoader, Thread, converted
 from grpo_core.data.order import some
+from grpo_core.data.prompts import digest
 from grpo_core.data.rows import (
     DataChoice,
     ReadRows,

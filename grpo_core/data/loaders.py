@@ -25,8 +25,7 @@ from grpo_core.config import RowOptions
 from grpo_core.contracts.errors import CheckpointError, PluginError, describe, plugin_errors
 from grpo_core.contracts.records import Prompt
 from grpo_core.data.order import ShuffledOrder
-from grpo_core.data.positions import Fingerprint, difference, fingerprint
-from grpo_core.data.repeats import Beginnings, Ids
+from grpo_core.data.positions import Beginnings, Fingerprint, Ids, difference, fingerprint
 from grpo_core.data.rows import RawRows, ReadRows, RowReader, plain, readable
 from grpo_core.data.states import packed
 from grpo_core.data.streams import EVERY, Mark, Saved, Stream, loses_state, refusal, resumed

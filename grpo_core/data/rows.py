@@ -23,10 +23,8 @@ from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.contracts.records import Message, Prompt
 from grpo_core.contracts.unicode import lone_surrogate, unreadable
 from grpo_core.data.files import is_file, is_null
-from grpo_core.data.leakage import digest
 from grpo_core.data.positions import columns_of
-from grpo_core.data.repeats import exact_digest
-from grpo_core.data.sizes import size
+from grpo_core.data.prompts import digest, exact_digest, size
 from grpo_core.data.workers import prepare_workers
 from grpo_core.plugins.installed import in_file
 from grpo_core.plugins.offers import signature_of
@@ -403,9 +401,9 @@ class ReadRows(Sequence[Prompt]):
         self.repeated = 0
         """Number of rows that ``deduplicate`` leaves out; set by ``open``."""
         self.digests = array("Q")
-        """Digest of each prompt's text, see ``grpo_core.data.leakage``; set by ``open``."""
+        """Digest of each prompt's text, see ``grpo_core.data.prompts``; set by ``open``."""
         self.sizes = array("I")
-        """Upper bound of each prompt's tokens, see ``grpo_core.data.sizes``; set by ``open``."""
+        """Upper bound of each prompt's tokens, see ``grpo_core.data.prompts``; set by ``open``."""
         self.places: Sequence[int] = range(len(rows))
         """Places of the rows that are kept."""
 

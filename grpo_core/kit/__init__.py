@@ -82,10 +82,10 @@ if TYPE_CHECKING:
     from grpo_core.config import as_table as as_table
     from grpo_core.config.idle import only_with as only_with
     from grpo_core.contracts import typed as typed
-    from grpo_core.contracts.completions import check_request as check_request
     from grpo_core.contracts.incidents import report as report
     from grpo_core.contracts.incidents import reported_to as reported_to
     from grpo_core.contracts.loss import needs_of as needs_of
+    from grpo_core.contracts.playing import check_request as check_request
     from grpo_core.contracts.playing import derive_seed as derive_seed
     from grpo_core.contracts.records import Judgement as Judgement
     from grpo_core.demo.tiny import make_tiny_model as make_tiny_model

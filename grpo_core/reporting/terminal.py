@@ -58,8 +58,6 @@ SHOWN_FROM = 2.0
 class Now:
     """Follows the events of a run, and describes its current activity."""
 
-    steps: int = 0
-    """Number of steps of the run; 0 if unknown."""
     clock: Callable[[], float] = time.monotonic
     _text: str = field(init=False, default="starting")
     part: float | None = field(init=False, default=None)
@@ -75,6 +73,7 @@ class Now:
     _in_order: bool = field(init=False, default=False)
     """Whether a step trains specific groups instead of the first ready ones."""
     _version: int = field(init=False, default=0)
+    """The version that the groups train."""
     _saving: tuple[int, float] | None = field(init=False, default=None)
     """Version of the checkpoint that is being written, and the time of its start."""
     _ended: bool = field(init=False, default=False)
@@ -89,30 +88,20 @@ class Now:
                 self._is(event.message)
                 self.part = event.part
             case events.RunStarted():
-                self._version = event.step
-                self.steps = planned_steps(None, event.config) or self.steps
                 self._ready = event.buffer.get("ready", 0)
                 wanted = event.config.get("trainer", {}).get("prompts_per_step", 0)
                 self._wanted = wanted if isinstance(wanted, int) else 0
                 self._in_order = event.config.get("pipeline", {}).get("policy") == "in_order"
                 self._is("starting")
             case events.StageBegan() if event.stage == WAITS:
-                self._wait()
+                self._wait(event.step)
             case events.StageBegan() if event.stage not in BRIEF:
                 words = WORDS.get(event.stage, event.stage.replace("{", "{{").replace("}", "}}"))
-                self._is(words.format(version=self._version, next=self._version + 1))
+                self._is(words.format(version=event.step, next=event.step + 1))
             case events.GroupFinished():
                 self._ready += 1
             case events.GroupsReady():
                 self._ready = max(0, self._ready - len(event.groups))
-                self._is(f"training step {event.step + 1}")
-            case events.StepEnded():
-                self._version = event.step
-                self._ready = int(event.metrics.get("buffer/ready", self._ready))
-                if event.step < self.steps or not self.steps:
-                    self._wait()
-                else:
-                    self._is("finishing")
             case events.Saving():
                 self._saving = event.step, self.clock()
             case events.Saved():
@@ -142,9 +131,10 @@ class Now:
         if text != self._text or self._waits:
             self._text, self._since, self._waits, self.part = text, self.clock(), False, None
 
-    def _wait(self) -> None:
+    def _wait(self, version: int) -> None:
         if not self._waits:
             self._waits, self._since, self.part = True, self.clock(), None
+            self._version = version
 
     def _of_groups(self) -> str:
         ready, wanted = self._ready, self._wanted
@@ -221,7 +211,7 @@ class TerminalTracker(Tracker):
         """Number of steps of the run; 0 while unknown."""
         self._started = time.monotonic()
         """The start of the program, as in the summary."""
-        self._now = Now(self._steps)
+        self._now = Now()
         self._ended = 0.0
         """Time of the end of the last step, in seconds since 1970; of the start before the first."""
         self._heard = self._started
