@@ -612,28 +612,22 @@ class IndexedLoader(LookAhead):
     # ------------------------------------------------------------------------------ drawing
 
     def ready(self, n: int, changed: Callable[[], None]) -> bool:
-        return self.at_hand or super().ready(n, changed)
-
-    async def first(self, n: int) -> list[Prompt]:
         if not self.at_hand:
-            return await super().first(n)
-        return [self._rows[self._order[number]] for number in range(self.rows, self.rows + n)]
-
-    def take(self, n: int) -> list[Prompt]:
-        if not self.at_hand:
-            return super().take(n)
+            return super().ready(n, changed)
         if n and not len(self):
             raise PluginError(
                 f"task {self.task!r}: its environment has no training prompts; expected at least one"
             )
-        prompts = []
-        for number in range(self.rows, self.rows + n):
-            place = self._order[number]
-            prompt = self._rows[place]
-            self.remember(prompt, place)
-            prompts.append(prompt)
-        self.rows += n
-        return prompts
+        while len(self._ahead) < n:
+            place = self._order[self._read_until]
+            self._ahead.append(Ahead(self._read_until, place, self._rows[place]))
+            self._read_until += 1
+        return True
+
+    def take(self, n: int) -> list[Prompt]:
+        if self.at_hand:
+            self.ready(n, lambda: None)
+        return super().take(n)
 
     def place(self, prompt: Prompt) -> int:
         """Return the place, in the task's data, of a prompt that was taken."""

@@ -53,7 +53,7 @@ An environment that is made of others:
 A player or an engine that returns text:
 
     aio                    awaits several calls, cancels tasks and waits until they have ended
-    normalised, MessageError   read messages that others write
+    normalised             reads messages that others write; raises ValueError
 
 The configuration, and states:
 
@@ -111,7 +111,6 @@ if TYPE_CHECKING:
     from grpo_core.processes.secrets import inert as inert
     from grpo_core.processes.served import die_with as die_with
     from grpo_core.storage.planes import RemotePlane as RemotePlane
-    from grpo_core.text.messages import MessageError as MessageError
     from grpo_core.text.messages import normalised as normalised
     from grpo_core.text.rendering import Renderer as Renderer
     from grpo_core.text.untrusted import read_json as read_json

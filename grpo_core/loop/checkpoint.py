@@ -56,12 +56,20 @@ from grpo_core.storage.published import Published
 
 
 @frozen(kw_only=True)
+class SavedFile:
+    """A file of the checkpoint."""
+
+    sha256: str
+    size: Count
+
+
+@frozen(kw_only=True)
 class SavedManifest:
-    """``manifest.json``, with the sha256 and the size of each file."""
+    """``manifest.json``."""
 
     format: int
     step: Count
-    files: Mapping[str, Mapping[str, str | int]]
+    files: Mapping[str, SavedFile]
 
 
 @frozen(kw_only=True)
@@ -409,7 +417,7 @@ def fault(directory: Path) -> str | None:
         for name, expected in manifest.files.items():
             if name not in there:
                 return f"{name} is missing"
-            if fingerprint(directory / name) != expected:
+            if fingerprint(directory / name) != attrs.asdict(expected):
                 return f"{name} has changed since it was written (its sha256 differs)"
     except OSError as error:
         name = Path(error.filename).relative_to(directory) if error.filename else _MANIFEST

@@ -23,7 +23,6 @@ from attrs import asdict
 from grpo_core._version import __version__
 from grpo_core.contracts import events
 from grpo_core.contracts.errors import ConfigError, DataPlaneError
-from grpo_core.contracts.events import Event, StepEnded, WarningRaised
 from grpo_core.contracts.protocols import Tracker
 from grpo_core.contracts.records import Group, RunInfo
 from grpo_core.loop.checkpoint import manifest_digest
@@ -259,7 +258,7 @@ class DiskRoom(Tracker):
         self,
         directory: Path,
         num_steps: int,
-        emit: Callable[[Event], None],
+        emit: Callable[[events.Event], None],
         free: Callable[[Path], int] = lambda directory: shutil.disk_usage(directory).free,
     ) -> None:
         self._directory, self._num_steps, self._emit, self._free = directory, num_steps, emit, free
@@ -268,9 +267,9 @@ class DiskRoom(Tracker):
         self._rollouts: list[int] = []
         """Sizes of the files of the newest rollouts."""
 
-    def event(self, event: Event) -> None:
+    def event(self, event: events.Event) -> None:
         """Look at the disk when a step ends."""
-        if not isinstance(event, StepEnded):
+        if not isinstance(event, events.StepEnded):
             return
         grown = sum(_size(self._directory / name) for name in ("events.jsonl", "metrics.jsonl"))
         written = self._directory / ROLLOUTS / f"step-{event.step - 1:06d}"  # of the step before
@@ -290,7 +289,7 @@ class DiskRoom(Tracker):
                 "with --resume and --set tracking.files.keep=N, tracking.files.every=N or "
                 "tracking.files.tokens=false"
             )
-            self._emit(WarningRaised(step=event.step, cause="disk", message=message))
+            self._emit(events.WarningRaised(step=event.step, cause="disk", message=message))
 
 
 def _size(path: Path) -> int:

@@ -132,9 +132,9 @@ class Now:
             self._text, self._since, self._waits, self.part = text, self.clock(), False, None
 
     def _wait(self, version: int) -> None:
+        self._version = version
         if not self._waits:
             self._waits, self._since, self.part = True, self.clock(), None
-            self._version = version
 
     def _of_groups(self) -> str:
         ready, wanted = self._ready, self._wanted

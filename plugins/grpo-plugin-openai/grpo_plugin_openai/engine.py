@@ -23,7 +23,7 @@ from grpo_core import (
     TextEngine,
     Unavailable,
 )
-from grpo_core.kit import MessageError, Service, normalised, services
+from grpo_core.kit import Service, normalised, services
 from grpo_plugin_openai.progress import Progress
 from grpo_plugin_openai.replies import Replies, digest
 
@@ -216,7 +216,7 @@ def _read(answer: Mapping[str, Any], url: str, stops: Sequence[str]) -> tuple[Re
             completion_tokens=max(0, int(usage.get("completion_tokens") or 0)),
         )
         return reply, max(0, int(usage.get("prompt_tokens") or 0))
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, MessageError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise EngineError(
             f"{url} did not answer with a chat completion: {services.said(json.dumps(answer))} "
             f"({type(error).__name__}: {services.said(str(error))})"
