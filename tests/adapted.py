@@ -8,9 +8,9 @@ import torch
 from attrs import define, evolve
 
 from grpo_core.contracts.records import Weights
-from grpo_core.weights.adapters import LEFT, RIGHT, WEIGHT
 from grpo_core.weights.layout import LowRankSum
 from grpo_core.weights.names import checkpoint_tensors
+from grpo_core.weights.reading import LEFT, RIGHT, WEIGHT
 from grpo_plugin_devkit.decoding import EngineUnderTest
 
 RANK = 3

@@ -53,7 +53,9 @@ BY_TYPE = {
 
 def any_of(kind: type, **own: Any) -> st.SearchStrategy[Any]:
     """Records of a class: each field has any value of its type, or the strategy that is given for it."""
-    others = {each.name: BY_TYPE[each.type] for each in fields(kind) if each.name not in own}
+    others = {
+        each.name: BY_TYPE[kind.__annotations__[each.name]] for each in fields(kind) if each.name not in own
+    }
     return st.builds(kind, **others, **own)
 
 

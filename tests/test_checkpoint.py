@@ -19,6 +19,7 @@ from grpo_core.contracts.errors import CheckpointError
 from grpo_core.contracts.incidents import reported_to
 from grpo_core.contracts.records import Group, Rollout, Segment
 from grpo_core.contracts.tokens import Tokens
+from grpo_core.contracts.typed import checked
 from grpo_core.data.loaders import IndexedLoader
 from grpo_core.data.samplers import PromptStream, RoundRobin
 from grpo_core.loop import checkpoint
@@ -58,7 +59,7 @@ def test_a_written_checkpoint_is_found_and_read(tmp_path):
     path = write(tmp_path, step=20, **{"a/b c": loader_at(3)})
     found = checkpoint.newest(tmp_path)
     assert (found.directory, found.step, found.passed_over) == (path, 20, ())
-    assert checkpoint.read_pipeline(path)["buffer"]["step"] == 20
+    assert checkpoint.read_pipeline(path).buffer.step == 20
     assert checkpoint.read_loader(path, "a/b c") == loader_at(3)
     assert checkpoint.read_loader(path, "other") is None
     assert {p.name for p in path.iterdir()} == {
@@ -118,7 +119,7 @@ def test_changes_of_a_sampler_after_the_cut_are_not_saved(tmp_path):
         sampler.state["drawn"].append(2)
         return await finish()
 
-    assert checkpoint.read_pipeline(asyncio.run(story()))["sampler"] == {"drawn": [1]}
+    assert checkpoint.read_pipeline(asyncio.run(story())).sampler == {"drawn": [1]}
 
 
 def test_a_new_run_has_no_checkpoint(tmp_path):
@@ -303,7 +304,7 @@ def test_the_buffer_survives_its_files(tmp_path):
     )
     buffer.complete(flying[1], group)
     buffer.fail(flying[2])
-    state = json.loads(checkpoint.as_json(buffer.state_dict()))
+    state = checked(json.loads(checkpoint.as_json(buffer.state_dict())), checkpoint.SavedBuffer)
     (tmp_path / "arrays").write_bytes(checkpoint.segments_as_bytes(buffer.state_dict()["ready"]))
 
     again = Buffer(prompts_per_step=2, max_staleness=1, num_steps=5)
@@ -326,7 +327,7 @@ def test_every_field_of_a_ready_group_survives_its_checkpoint(tmp_path_factory, 
     untrained = [evolve(each, token_advantages=None) for each in group.rollouts]  # it was not trained yet
     group = evolve(group, slot=slot.id, rollouts=tuple(untrained), **stamps)
     buffer.complete(slot, group)
-    state = json.loads(checkpoint.as_json(buffer.state_dict()))
+    state = checked(json.loads(checkpoint.as_json(buffer.state_dict())), checkpoint.SavedBuffer)
     path.write_bytes(checkpoint.segments_as_bytes(buffer.state_dict()["ready"]))
 
     again = Buffer(prompts_per_step=1, max_staleness=0, num_steps=5)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from grpo_core.contracts.errors import SamplingError
 from grpo_core.contracts.events import Dispatched, GroupFiltered, GroupsReady, StepEnded
 from grpo_core.contracts.records import Feedback, Group, Prompt, Rollout
+from grpo_core.contracts.typed import checked
 from grpo_core.data.loaders import IndexedLoader
 from grpo_core.data.samplers import Mix, PromptStream, RoundRobin
 from grpo_core.loop import checkpoint
@@ -165,7 +166,10 @@ class Run:
             loader.load_state_dict(loaders[task])
         self.drawn_from.load_state_dict(state["sampler"])
         checkpoint.load_buffer(
-            self.buffer, state["buffer"], segments, lambda task, id, slot: self.loaders[task].prompt(id)
+            self.buffer,
+            checked(state["buffer"], checkpoint.SavedBuffer),
+            segments,
+            lambda task, id, slot: self.loaders[task].prompt(id),
         )
         self.trainer.version, self.trainer.state = version, trained
         return self

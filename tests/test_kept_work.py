@@ -568,9 +568,9 @@ def test_a_run_whose_environment_fails_keeps_its_steps_and_continues_when_that_i
     said, how = caught.value.__notes__
     assert said == f"step {newest}, the newest that was finished, is saved"
     assert how == f"train(resume={str(path)!r}) continues the run"
-    failure = checkpoint.read_pipeline(ended.checkpoints[newest])["failure"]
-    assert failure["error"] == str(caught.value)
-    assert failure["proved"] in (newest - 1, newest)
+    failure = checkpoint.read_pipeline(ended.checkpoints[newest]).failure
+    assert failure.error == str(caught.value)
+    assert failure.proved in (newest - 1, newest)
 
     mended.append(True)
     capsys.readouterr()

@@ -31,7 +31,7 @@ COMPARED = {
     ("app/provenance.py", "model"): "a section of the configuration, which is also the name of a part",
     ("app/provenance.py", "python"): "a key of the configuration, which is also the name of an environment",
     ("data/states.py", "torch"): "the package, which is also the name of the trainer",
-    ("processes/client.py", "http"): "a scheme of addresses, which is also the name of an engine",
+    ("processes/services.py", "http"): "a scheme of addresses, which is also the name of an engine",
     ("validation/runner.py", "batched"): "a mode of the strategy, which is also the name of a strategy",
 }
 """Comparisons with the name of an offer that are known, each with its reason."""

@@ -1,7 +1,6 @@
 """The stream of a task's prompts is endless, reshuffled each epoch, and resumed exactly."""
 
 import json
-import pickle
 import subprocess
 import sys
 
@@ -131,7 +130,7 @@ def test_torch_is_not_imported():
     assert told.stdout == "False\n"
 
 
-# ---------------------------------------------------------------------------------- lazy, pickled
+# ---------------------------------------------------------------------------------- lazy
 
 
 class Watched(list):
@@ -146,15 +145,6 @@ def test_nothing_is_looked_at_before_the_first_prompt_is_taken():
     loader.take(0)
     with pytest.raises(AssertionError, match="somebody looked"):
         loader.take(1)
-
-
-@pytest.mark.parametrize("taken", range(8))
-def test_a_pickled_loader_continues_where_it_was(taken):
-    loader = IndexedLoader("a", prompts(3), seed=0)
-    loader.take(taken)
-    there = pickle.loads(pickle.dumps(loader))
-    assert there.state_dict() == loader.state_dict()
-    assert there.take(5) == loader.take(5)
 
 
 def resumed(state, n):

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 import grpo_core as grpo
 from grpo_core import EngineSetup, GenerationRequest
-from grpo_core.kit import Client, read_json, retried, said
-from grpo_core.processes.client import LONGEST_WAIT, NotSent, ServiceError, retry_after
+from grpo_core.kit import read_json, services
+from grpo_core.processes.services import LONGEST_WAIT, NotSent, ServiceError, retry_after
 from grpo_core.text.untrusted import read_body
 from grpo_plugin_judge.environment import Judge
 from grpo_plugin_mcp.server import Server, ToolFailed
@@ -305,7 +305,7 @@ def test_token_ids_that_no_vocabulary_has_are_refused(ids):
     async def checked(url):
         completion = await of_vllm(url)
         request = GenerationRequest(prompt_ids=(1,), max_tokens=4)
-        from grpo_core.contracts.completions import check_completions
+        from grpo_core.contracts.playing import check_completions
 
         check_completions([completion], [request], vocabulary=100)
 
@@ -393,13 +393,13 @@ def test_an_mcp_server_that_answers_nonsense_loses_its_session_and_is_replaced(l
 
 
 def client(url, **options):
-    return Client(url, who="a test", key=KEY, **{"seconds": TIMEOUT, **options})
+    return services.Client(url, who="a test", key=KEY, **{"seconds": TIMEOUT, **options})
 
 
 def test_a_key_that_no_header_can_have_is_refused_before_any_request():
     for bad in (f"{KEY}\r", f"{KEY}\n", f" {KEY}", "schlüssel"):
         with pytest.raises(grpo.ConfigError, match="no header may have") as refused:
-            Client("http://127.0.0.1:9", who="a test", key=bad, seconds=1.0)
+            services.Client("http://127.0.0.1:9", who="a test", key=bad, seconds=1.0)
         assert bad not in str(refused.value)
 
 
@@ -408,7 +408,7 @@ def test_a_key_that_no_header_can_have_is_refused_before_any_request():
 )
 def test_an_address_of_another_kind_is_refused(url):
     with pytest.raises(grpo.ConfigError, match="no address"):
-        Client(url, who="a test", seconds=1.0)
+        services.Client(url, who="a test", seconds=1.0)
 
 
 def test_a_redirect_names_both_hosts():
@@ -433,7 +433,7 @@ def test_a_call_is_repeated_after_the_pause_that_the_server_asks_for(monkeypatch
         raise NotSent("busy", retry_after=0.0)
 
     with pytest.raises(NotSent):
-        asyncio.run(retried(busy, 3))
+        asyncio.run(services.retried(busy, 3))
     assert len(calls) == 4
 
     async def busy_for_long():
@@ -442,7 +442,7 @@ def test_a_call_is_repeated_after_the_pause_that_the_server_asks_for(monkeypatch
 
     calls.clear()
     with pytest.raises(NotSent):
-        asyncio.run(retried(busy_for_long, 3))
+        asyncio.run(services.retried(busy_for_long, 3))
     assert len(calls) == 1, "the caller decides whether it waits for an hour"
 
 
@@ -458,7 +458,7 @@ def test_a_pause_that_a_server_asks_for_is_bounded(text):
 
 @given(st.text())
 def test_what_a_server_says_is_one_safe_line(text):
-    line = said(text)
+    line = services.said(text)
     assert len(line) <= 300
     assert not re.search(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e]", line)
 

@@ -21,7 +21,7 @@ SELECTING = {
 """Functions that take the name of an offer."""
 EXCEPTIONS = {
     "loop/metrics.py: agent": "what rollouts wait for",
-    "processes/client.py: http": "a scheme of addresses",
+    "processes/services.py: http": "a scheme of addresses",
 }
 """Words that select no plugin, and what they are."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import pickle
 import random
 import time
 
@@ -460,13 +459,3 @@ def test_fingerprints_compare_values_and_not_objects():
     }.items():
         assert fingerprint(one)[key][0] != fingerprint({key: other})[key][0], key
     assert len(fingerprint({"long": "x" * 1000})["long"][1]) == 60
-
-
-def test_loaders_pickle():
-    async def story():
-        loader = stream(Rows)
-        await drawn(loader, 40)
-        copy = inline(pickle.loads(pickle.dumps(loader)))
-        assert await drawn(copy, 30) == await drawn(loader, 30)
-
-    asyncio.run(story())

@@ -101,9 +101,9 @@ def check(root: Path, whole: Mapping[int, Sequence[Any]], saved: Sequence[int]) 
     weights, state = whole[found.step]
     same(dict(load_tensors(found.directory / "trainer")), weights)
     read, about = dict(read_state(found.directory / "optimizer")), read_about(found.directory / "optimizer")
-    assert ("rng/1" in read) == (about["files"] == 2), "a second rank has random numbers of its own"
+    assert ("rng/1" in read) == (about.files == 2), "a second rank has random numbers of its own"
     same({name: t for name, t in read.items() if name != "rng/1"}, state)
-    assert about["version"] == found.step
+    assert about.version == found.step
 
 
 def same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> None:

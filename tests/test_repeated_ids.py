@@ -11,7 +11,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from grpo_core.config import RowOptions
 from grpo_core.contracts.errors import PluginError
 from grpo_core.data.loaders import IndexedLoader, StreamLoader
-from grpo_core.data.repeats import WINDOW, Ids
+from grpo_core.data.positions import WINDOW, Ids
 
 
 class Rows:

@@ -1,7 +1,6 @@
 """Samplers return exactly what was asked for, lose nothing, and continue where they were."""
 
 import collections
-import pickle
 import random
 from pathlib import Path
 
@@ -238,10 +237,3 @@ def test_a_plain_function_of_a_file_is_a_sampler(tmp_path):
     wrong = Parts(build([{"sampler": {**chosen, "options": {"frist": "b"}}}]), PluginHost.discover(()))
     with pytest.raises(ConfigError, match=r"no parameter 'frist' for sampler\.options\.frist"):
         assert wrong.sampler
-
-
-def test_a_copy_of_the_stream_continues_where_it_was():
-    stream = PromptStream(sampler=Mix(), loaders=loaders(a=5, b=5), name="mix")
-    stream.draw(request(3))
-    copy = pickle.loads(pickle.dumps(stream))
-    assert [p.id for p in copy.draw(request(4))] == [p.id for p in stream.draw(request(4))]

@@ -10,7 +10,7 @@ import pytest
 from test_pipeline import Run
 
 from grpo_core.contracts.events import Saved, Saving, StepEnded
-from grpo_core.loop.saves import SPARED, Saves
+from grpo_core.loop.endings import SPARED, Saves
 from grpo_core.testing import FakeTrainer
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from size import code_lines, counted, sums
 
-LIMITS = {"core": 22_780, "built-in": 5_481, "all distributions": 54_028}
+LIMITS = {"core": 22_783, "built-in": 5_478, "all distributions": 54_021}
 
 
 @pytest.mark.parametrize("part", LIMITS)

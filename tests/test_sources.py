@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import pickle
 from pathlib import Path
 
 import pytest
@@ -72,7 +71,6 @@ def test_a_field_of_answers_that_no_row_has_is_an_error_and_a_missing_answer_is_
     some = source(file(rows), answer="gold")
     some.open()
     assert some.without_answer == 2, "null is no answer either"
-    assert pickle.loads(pickle.dumps(some)).without_answer == 2
     nobody_asked = source(file(rows))
     assert [prompt.answer for prompt in nobody_asked] == [None] * 3
 
@@ -154,15 +152,7 @@ def test_a_file_that_is_not_there_is_named_although_the_run_would_not_read_it(of
             make(build([{"model": {"path": "tiny"}}, table]), PluginHost.discover())
 
 
-# ---------------------------------------------------------------------------------- lazy, pickled, resumed
-
-
-def test_a_pickled_source_opens_its_file_again(file):
-    first = source(file(ROWS), template="{{ question }}")
-    first.open()
-    there = pickle.loads(pickle.dumps(first))
-    assert list(there) == list(first)
-    assert there.fingerprint == first.fingerprint
+# ---------------------------------------------------------------------------------- lazy, resumed
 
 
 def test_a_loader_on_a_source_is_resumed_and_a_changed_file_is_not(file):

@@ -37,7 +37,7 @@ from grpo_core.contracts.tokens import Tokens
 from grpo_core.plugins.host import PluginHost
 from grpo_core.reporting import files, trackers
 from grpo_core.reporting import stored as stored_files
-from grpo_core.reporting.room import DiskRoom
+from grpo_core.reporting.files import DiskRoom
 from grpo_core.reporting.trackers import check_trackers, make_trackers
 from grpo_core.storage.run_directory import RunDirectory
 

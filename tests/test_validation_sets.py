@@ -421,8 +421,9 @@ def test_the_best_version_is_compared_with_after_a_resume(tmp_path):
     saved = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1]
     state = json.loads((saved / "pipeline.json").read_text())["validation"]
     assert set(state) == {"", "b"}
-    assert state["b"]["strategy"] == "paired"
-    assert set(state["b"]["state"]) == {"b"}
+    strategy, of_tasks = state["b"]
+    assert strategy == "paired"
+    assert set(of_tasks) == {"b"}
     other = grpo(tmp_path, "train", "--resume", "run", "--set", "trainer.steps=5",
         "--set", "validation.sets.b.name=greedy")  # fmt: skip
     assert other.returncode == 0, other.stderr

@@ -52,7 +52,7 @@ from grpo_core.loop.versions import Interval
 from grpo_core.processes.aio import gather
 from grpo_core.processes.child import memory
 from grpo_core.processes.memory import spare_the_collector
-from grpo_core.reporting.room import DiskRoom
+from grpo_core.reporting.files import DiskRoom
 from grpo_core.reporting.trackers import Trackers, make_trackers
 from grpo_core.storage.planes import check_reader
 from grpo_core.storage.published import Published

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 from attrs import define, evolve, field, fields_dict, frozen
 
 from grpo_core.config import RowOptions, TaskConfig
-from grpo_core.contracts.errors import ConfigError, PluginError, did_you_mean, wrong_input
+from grpo_core.contracts.errors import ConfigError, PluginError, did_you_mean, plugin_errors, wrong_input
 from grpo_core.contracts.records import Prompt
 from grpo_core.data.files import Ranges, check_apart
-from grpo_core.data.leakage import digest
 from grpo_core.data.loaders import Convert, IndexedLoader, LookAhead, StreamLoader, Thread, converted
 from grpo_core.data.order import some
+from grpo_core.data.prompts import digest
 from grpo_core.data.rows import (
     DataChoice,
     ReadRows,
@@ -28,7 +28,6 @@ from grpo_core.data.rows import (
     ignore_warnings_of_torchdata,
     is_at_hand,
     is_sized,
-    raised,
     readable,
 )
 from grpo_core.data.streams import Tried, compare, read_elsewhere, try_here
@@ -324,14 +323,13 @@ class Source:
         """Call the dataloader on its thread.  Raises PluginError or another GrpoError."""
         try:
             async with asyncio.timeout(self.deadline):
-                return await thread(call)
+                with plugin_errors(f"{self.who}: it"):
+                    return await thread(call)
         except TimeoutError:
             raise PluginError(
                 f"{self.who} gave no rows within {self.deadline:g} s (environment.start_deadline); it is not "
                 "made yet"
             ) from None
-        except Exception as error:
-            raise raised(self.who, "it", error) from error
 
     async def _rows(self, split: str, thread: Thread) -> Any:
         """Make the dataloader of a split on its thread; return its rows, or None."""

@@ -31,7 +31,7 @@ from grpo_core.app.parts import Parts, engine_dtype, intervals
 from grpo_core.app.provenance import file_hashes, with_absolute_paths
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, TrainerConfig, as_table, build, merge, replace_parts
-from grpo_core.contracts.errors import ConfigError, shortened, wrong_input
+from grpo_core.contracts.errors import ConfigError, one_line, wrong_input
 from grpo_core.contracts.events import Event
 from grpo_core.contracts.protocols import Trainer
 from grpo_core.contracts.records import Prompt
@@ -342,8 +342,7 @@ def _resumed(
     else:
         with checkpoint.reading(found.directory):
             state = checkpoint.read_pipeline(found.directory)
-            saved = state.get("run", SavedRun())
-            fixed = {**_fixed(with_absolute_paths(before, host)), **saved.get("fixed", {})}
+            fixed = {**_fixed(with_absolute_paths(before, host)), **state.run.fixed}
             for key in {**fixed, **_fixed(config)}:
                 if fixed.get(key) != (now := _at(as_table(config), key)):
                     raise ConfigError(
@@ -353,14 +352,14 @@ def _resumed(
             if finished is not None and finished.complete:
                 _check_nothing_is_ignored(edits, finished.told)
                 return left
-            _check_start(directory, saved.get("start", ""), parts)
+            _check_start(directory, state.run.start, parts)
             _check_dtype(path, Published.read(found.directory / "trainer"), before, config)
-            _check_staleness(path, state["buffer"]["ready"], config.pipeline.max_staleness)
-            notes += _warnings(path, saved, config)
-            if failure := state.get("failure"):
-                error = shortened(" ".join(failure["error"].split()), LONGEST_NOTE)
-                proved = f"the engine's weights up to version {failure['proved']}"
-                proved = "no weight sync" if failure["proved"] is None else proved
+            _check_staleness(path, state.buffer.ready, config.pipeline.max_staleness)
+            notes += _warnings(path, state.run, config)
+            if (failure := state.failure) is not None:
+                error = one_line(failure.error, LONGEST_NOTE)
+                proved = f"the engine's weights up to version {failure.proved}"
+                proved = "no weight sync" if failure.proved is None else proved
                 notes.append(
                     f"the run ended after step {found.step} by an error: {error} (the canary had proved "
                     f"{proved})"
@@ -401,11 +400,9 @@ def _finished(directory: RunDirectory, found: Found, config: Config) -> Finished
     """Return the end of a run if nothing is left to train and validate after its checkpoint."""
     with checkpoint.reading(found.directory):
         state = checkpoint.read_pipeline(found.directory)
-        saved = state.get("run", SavedRun()).get("schedule", {})
-        planned, epochs = saved.get("steps", found.step), saved.get("epochs", 0.0)
-        buffer = checkpoint.statistics(state["buffer"], config.trainer.prompts_per_step)
-        measured, goals = state.get("measured", found.step), state.get("goal", {})
-        failed = "failure" in state
+        planned, epochs = state.run.schedule.steps, state.run.schedule.epochs
+        buffer = checkpoint.statistics(state.buffer, config.trainer.prompts_per_step)
+        measured, goals, failed = state.measured, state.goal, state.failure is not None
     chosen = config.trainer
     if chosen.epochs and chosen.epochs != epochs:
         steps = sys.maxsize  # known once the environments have started and their prompts are counted
@@ -458,7 +455,7 @@ def changed_schedule(found: Found, trainer: TrainerConfig) -> str:
         trainer: the section with the number of steps, which may depend on the number of prompts.
     """
     with checkpoint.reading(found.directory):
-        saved = checkpoint.read_pipeline(found.directory).get("run", SavedRun()).get("schedule", {})
+        saved = _schedule(checkpoint.read_pipeline(found.directory).run.schedule)
         before, step = evolve(trainer, **saved), found.step
         later = range(step, max(before.steps, trainer.steps)) if before != trainer else ()
         if all(isclose(rate(before, each), rate(trainer, each)) for each in later):
@@ -528,18 +525,18 @@ def _check_states(directory: Path, parts: Parts) -> None:
     with checkpoint.reading(directory):
         checkpoint.read_loaders(directory)
         state = checkpoint.read_pipeline(directory)
-        if state.get("sampler_name", config.sampler.name) == config.sampler.name:
-            load_plugin_state(parts.sampler, f"sampler {config.sampler.name!r}", state["sampler"])
-        for name, saved in state.get("validation", {}).items():
+        if state.sampler_name == config.sampler.name:
+            load_plugin_state(parts.sampler, f"sampler {config.sampler.name!r}", state.sampler)
+        for name, (strategy, saved) in state.validation.items():
             chosen = validation.of_set(name) if name in validation.sets else None if name else validation
-            if chosen is not None and chosen.name == saved["strategy"]:
+            if chosen is not None and chosen.name == strategy:
                 who = f"validation strategy {chosen.name!r}"
-                load_plugin_state(parts.strategy(chosen, name), who, saved["state"])
+                load_plugin_state(parts.strategy(chosen, name), who, saved)
 
 
 def _check_staleness(path: Path, ready: Any, bound: int) -> None:
     """Reject a bound that groups of the checkpoint, generated under a larger one, would break."""
-    allowed = [slot["target_version"] - slot["generation_version"] for slot, _ in ready]
+    allowed = [slot.target_version - slot.generation_version for slot, _ in ready]
     broken = [staleness for staleness in allowed if staleness > bound]
     if broken:
         raise ConfigError(
@@ -548,19 +545,18 @@ def _check_staleness(path: Path, ready: Any, bound: int) -> None:
         )
 
 
-def _warnings(path: Path, saved: Mapping[str, Any], config: Config) -> Iterator[str]:
-    version = saved.get("grpo_core", __version__)
-    if version != __version__:
+def _warnings(path: Path, saved: SavedRun, config: Config) -> Iterator[str]:
+    if saved.grpo_core != __version__:
         yield (
-            f"warning: {path} was written by grpo-core {version}, this is {__version__}: its next steps may "
-            "differ from an uninterrupted run"
+            f"warning: {path} was written by grpo-core {saved.grpo_core}, this is {__version__}: its next "
+            "steps may differ from an uninterrupted run"
         )
-    was, now = saved.get("scores", {}), _score_digests(config)
+    was, now = saved.scores, _score_digests(config)
     for name in sorted(was.keys() & now.keys()):
         if was[name] != now[name]:
             model = f"{config.scores[name].weights} of scores.{name}"
             yield f"warning: the weights {model} have changed since the checkpoint"
-    was, now = saved.get("files", {}), file_hashes(config)
+    was, now = saved.files, file_hashes(config)
     for file in sorted(was.keys() & now.keys()):
         if was[file] != now[file]:
             yield f"warning: {file} has changed since the checkpoint was written"

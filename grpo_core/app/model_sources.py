@@ -357,5 +357,5 @@ def check_start(path: Path, before: str, directory: Path | None, why: str) -> No
 
 def check_adapters(path: Path, saved: Path, start: Path) -> None:
     """Raise ConfigError if the adapters of a checkpoint do not belong to the weights in ``start``."""
-    before = checkpoint.read_pipeline(saved).get("run", {}).get("start", "")
+    before = checkpoint.read_pipeline(saved).run.start
     check_start(path, before, start, "to which its adapters belong")

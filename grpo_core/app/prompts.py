@@ -14,8 +14,8 @@ from grpo_core.contracts.errors import ConfigError, ModelError, PluginError
 from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.records import Episode, Prompt
 from grpo_core.data.loaders import LookAhead
+from grpo_core.data.prompts import sizes
 from grpo_core.data.rows import ReadRows
-from grpo_core.data.sizes import sizes
 from grpo_core.environments.feedback import BAD_REWARD
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.text.rendering import Renderer, Tools

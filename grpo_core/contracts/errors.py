@@ -69,7 +69,7 @@ class Fault:
     """The last frame of the author's own code, as in "ok.py:28 in evaluate"; empty if there is none."""
 
     def __str__(self) -> str:
-        message = shortened(" ".join(self.message.split()), LONGEST_LINE)
+        message = one_line(self.message, LONGEST_LINE)
         said = f"{self.kind}: {message}" if message else self.kind
         return f"{self.where}: {said}" if self.where else said
 
@@ -296,12 +296,12 @@ def shortened(text: str, most: int = 2000) -> str:
     return f"{text[: most // 2]} [... {len(text) - most:,} characters ...] {text[-most // 2 :]}"
 
 
-def one_line(error: BaseException) -> str:
-    """The first lines of a message that grpo-core did not write, joined and shortened to one.
+def one_line(said: object, most: int = 300) -> str:
+    """The beginning of a text, or of an error's message that grpo-core did not write, as one line.
 
     Torch appends advice and stacks of C++ to its messages; the traceback has all of it.
     """
-    return shortened(" ".join(str(error).split()), 300)
+    return shortened(" ".join(str(said).split()), most)
 
 
 _NO_MEMORY = (

@@ -12,11 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from math import inf
 from typing import Literal
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core.contracts.errors import Fault, shortened
+from grpo_core.contracts.errors import Fault, one_line, shortened
 from grpo_core.contracts.unicode import well_formed
 
 IncidentKind = Literal[
@@ -71,10 +72,10 @@ WORDS: Mapping[str, str] = {
 """Names of the kinds for people."""
 MESSAGE = 2_000
 """Number of characters from which a message loses its middle."""
-EVERY = 10.0
-"""Seconds between two events of one kind and component within a step."""
-LINE, LINE_EVERY = 300, 60.0
-"""Largest number of characters of a line for people, and seconds between two of one kind and component."""
+EVERY = 60.0
+"""Seconds between two events of one kind and component."""
+LINE = 300
+"""Largest number of characters of a line for people."""
 
 log = logging.getLogger("grpo_core")
 
@@ -133,100 +134,56 @@ def reported_as(component: str) -> Iterator[None]:
 
 
 @define(eq=False)
-class Repeats:
-    """Merges incidents of a cause: the first is due at once, later ones together after ``every`` seconds."""
-
-    every: float
-    said: dict[Cause, float] = field(init=False, factory=dict)
-    """Time of the last report of each cause."""
-    _since: Counter[Cause] = field(init=False, factory=Counter)
-    """Number of incidents since then."""
-
-    def due(self, cause: Cause, count: int, now: float) -> int:
-        """Return the number of incidents that a report of this one stands for; 0: it is not due yet."""
-        self._since[cause] += count
-        if cause in self.said and now - self.said[cause] < self.every:
-            return 0
-        self.said[cause] = now
-        return self._since.pop(cause)
-
-    def rest(self, now: float) -> Iterator[tuple[Cause, int]]:
-        """Yield each cause with incidents that were not reported, and their number."""
-        for cause in list(self._since):
-            self.said[cause] = now
-            yield cause, self._since.pop(cause)
-
-
-@define(eq=False)
 class IncidentCounts:
-    """Counts the incidents of a run between two steps, and merges those that repeat into few events.
+    """Counts incidents, and merges those that repeat.
 
-    The first of a kind and component in a step is reported at once.  Later ones share an event, after
-    ``EVERY`` seconds or at the end of the step.
+    The first of a kind and component is told at once.  Later ones are told together, every ``EVERY`` seconds.
     """
 
     tell: Callable[[Incident, int], None]
     """Receives an incident, and the number of incidents that it stands for."""
-    clock: Callable[[], float]
+    clock: Callable[[], float] = time.monotonic
     """Returns the time in seconds."""
     _counts: Counter[str] = field(init=False, factory=Counter)
     """Number of incidents by kind since the last ``read``."""
-    _last: dict[Cause, Incident] = field(init=False, factory=dict)
-    _repeats: Repeats = field(init=False, factory=lambda: Repeats(EVERY))
+    _waiting: dict[Cause, tuple[Incident, int]] = field(init=False, factory=dict)
+    """The last incident of each cause that was not told, and how many there are."""
+    _told: dict[Cause, float] = field(init=False, factory=dict)
+    """Time when each cause was told last."""
 
     def receive(self, incident: Incident) -> None:
-        """Count an incident, and report it now or later."""
+        """Count an incident, and tell it now or later."""
         cause = incident.kind, incident.component
         self._counts[incident.kind] += 1
-        self._last[cause] = incident
-        if count := self._repeats.due(cause, 1, self.clock()):
-            self.tell(incident, count)
+        self._waiting[cause] = incident, self._waiting.get(cause, (incident, 0))[1] + 1
+        self.flush(EVERY)
 
-    def flush(self) -> None:
-        """Print all incidents that were not printed yet."""
-        for cause, count in self._repeats.rest(self.clock()):
-            self.tell(self._last[cause], count)
+    def flush(self, after: float = 0.0) -> None:
+        """Tell what waits, of causes that were not told for some seconds."""
+        now = self.clock()
+        for cause in [each for each in self._waiting if now - self._told.get(each, -inf) >= after]:
+            self._told[cause] = now
+            self.tell(*self._waiting.pop(cause))
 
     def read(self) -> dict[str, float]:
-        """Return the numbers of incidents since the last call, by ``incidents/KIND``; ends a step."""
-        self.flush()
-        self._repeats = Repeats(EVERY)
-        self._last.clear()
+        """Return the numbers of incidents since the last call, by ``incidents/KIND``."""
+        self.flush(EVERY)
         counts = {f"incidents/{kind}": float(count) for kind, count in sorted(self._counts.items())}
         self._counts.clear()
         return counts
 
 
-@define(eq=False)
-class Lines:
-    """Lines for people: the first incident of a kind and component at once, others at most once a minute."""
-
-    _repeats: Repeats = field(init=False, factory=lambda: Repeats(LINE_EVERY))
-
-    def line(self, kind: str, component: str, message: str, *, count: int, now: float) -> str:
-        """Return the line to show now, or an empty string.
-
-        Args:
-            message: of the last of ``count`` incidents of this kind and component.
-            now: seconds on any clock.
-        """
-        again = (kind, component) in self._repeats.said
-        if not (since := self._repeats.due((kind, component), count, now)):
-            return ""
-        more = f" ({since} more times)" if again else ""
-        return f"{component}: {shortened(' '.join(message.split()), LINE)}{more}"
+def line_of(component: str, message: str, count: int) -> str:
+    """Describe ``count`` incidents, of which this is the last message, on one line."""
+    times = f" ({count} times)" if count > 1 else ""
+    return f"{component}: {one_line(message, LINE)}{times}"
 
 
 def lines_of_incidents(status: Callable[[str], None]) -> Callable[[Incident], None]:
     """Return a receiver that shows incidents as lines, at a limited rate."""
-    lines = Lines()
-
-    def receive(incident: Incident) -> None:
-        cause = incident.kind, incident.component
-        if line := lines.line(*cause, incident.message, count=1, now=time.monotonic()):
-            status(f"survived: {line}")
-
-    return receive
+    return IncidentCounts(
+        lambda it, count: status(f"survived: {line_of(it.component, it.message, count)}")
+    ).receive
 
 
 def by_kind(counts: Mapping[str, float]) -> str:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import attrs
 
 from grpo_core.contracts.errors import CheckpointError, ConfigError, shortened
+
+if TYPE_CHECKING:
+    import cattrs
 
 T = TypeVar("T")
 
 Count = Annotated[int, "a whole number of at least 0"]
-_hints = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
 LONGEST = 80
 """Number of characters of a wrong value that a message shows."""
 _NAMES: Mapping[Any, str] = {
@@ -29,16 +33,13 @@ _NAMES: Mapping[Any, str] = {
 
 
 def read(path: Path, kind: type[T]) -> T:
-    """Return the contents of a JSON file of a checkpoint.  Raises OSError.
-
-    Args:
-        kind: a ``TypedDict``; keys that it does not name may hold anything.
+    """Return the contents of a JSON file of a checkpoint; ``kind`` is as in ``checked``.  Raises OSError.
 
     Raises CheckpointError, with the exit status of wrong input, if the file is not JSON, or a value has
     another type.
     """
     try:
-        return typing.cast(T, checked(json.loads(path.read_text(encoding="utf-8")), kind))
+        return checked(json.loads(path.read_text(encoding="utf-8")), kind)
     except (ValueError, RecursionError) as error:
         wrong = CheckpointError(
             f"{path}: {error or type(error).__name__}. Another program or version has written it: remove its "
@@ -48,16 +49,27 @@ def read(path: Path, kind: type[T]) -> T:
         raise wrong from error
 
 
-def checked(value: Any, kind: Any, where: str = "") -> Any:
+@cache
+def converter() -> cattrs.Converter:
+    """Return the converter that ``checked`` uses."""
+    import cattrs  # most commands read no checkpoint
+    from cattrs.strategies import configure_union_passthrough
+
+    made = cattrs.Converter()
+    configure_union_passthrough(bool | int | float | str | None, made)
+    return made
+
+
+def checked(value: Any, kind: type[T], where: str = "") -> T:
     """Return a value that was read from JSON.  Raises ValueError, which names the first key that is wrong.
 
     Args:
-        kind: a type of Python; a ``TypedDict`` stands for a table, and a list or tuple for a list.
+        kind: a type of Python; an attrs class is read from a table, whose other keys may hold anything.
         where: the value's key.
     """
     for place, expected, found in wrong(value, kind, where):
         raise ValueError(f"{place or 'it'} is {shortened(json.dumps(found), LONGEST)}; expected {expected}")
-    return value
+    return converter().structure(value, kind)
 
 
 def of_plain(value: Any, kind: Any) -> bool:
@@ -94,16 +106,15 @@ def wrong(
     elif origin in (typing.Union, types.UnionType):
         if all(any(wrong(value, each, where, is_of)) for each in arguments):
             yield where, " or ".join(map(_name, arguments)), value
-    elif typing.is_typeddict(kind):
+    elif attrs.has(kind) and not isinstance(value, kind):
         if not isinstance(value, dict):
             yield where, "a table", value
             return
-        for key, each in _hints(kind).items():
-            optional = typing.get_origin(each) is typing.NotRequired
-            place = f"{where}.{key}" if where else key
-            if key in value:
-                yield from wrong(value[key], typing.get_args(each)[0] if optional else each, place, is_of)
-            elif not optional and key in kind.__required_keys__:
+        for each in attrs.fields(attrs.resolve_types(kind)):
+            place = f"{where}.{each.name}" if where else each.name
+            if each.name in value:
+                yield from wrong(value[each.name], each.type, place, is_of)
+            elif each.default is attrs.NOTHING:
                 yield place, "a value; the key is missing", None
     elif (origin or kind) in (list, tuple, Sequence):
         fixed = origin is tuple and arguments[-1] is not ...

@@ -473,13 +473,13 @@ def read(path: str, subset: str, split: str, *, who: str, delimiter: str = "") -
         raise ConfigError(f"{named}: has no delimiter, as {' and '.join(DELIMITED)} have; leave it out")
     if not is_file(path):
         parts = data_set(path, subset, split, named)
-        return None if parts is None else Ranges(parts, again=(path, subset, split, who, delimiter))
+        return None if parts is None else Ranges(parts)
     if subset:
         raise ConfigError(
             f"{named}: is a file, which has no subset {subset!r}; leave out data_options.subset"
         )
     rows = read_file(path, Path(path).suffix, named, delimiter)
-    return Ranges([(os.path.realpath(path), rows, 0, len(rows))], again=(path, subset, split, who, delimiter))
+    return Ranges([(os.path.realpath(path), rows, 0, len(rows))])
 
 
 def read_file(path: str, suffix: str, who: str, delimiter: str = "") -> Rows:
@@ -496,17 +496,13 @@ class Ranges:
 
     Args:
         parts: the name of rows, the rows, and the indices from and before which they belong to it.
-        again: arguments of ``read``, which a pickled copy calls.
     """
 
     read_at_start = True
 
-    def __init__(self, parts: Sequence[tuple[str, Rows, int, int]], again: tuple[str, ...] = ()) -> None:
-        self.parts, self._again = parts, again
+    def __init__(self, parts: Sequence[tuple[str, Rows, int, int]]) -> None:
+        self.parts = parts
         self._ends = list(accumulate(end - begin for *_, begin, end in parts))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _read_again, self._again
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -527,10 +523,6 @@ class Ranges:
         """Return the number of rows that are in both."""
         pairs = [(a, b) for a in self.parts for b in other.parts if a[0] == b[0]]
         return sum(max(0, min(a[3], b[3]) - max(a[2], b[2])) for a, b in pairs)
-
-
-def _read_again(path: str, subset: str, split: str, who: str, delimiter: str) -> Ranges | None:
-    return read(path, subset, split, who=who, delimiter=delimiter)
 
 
 def check_apart(train: Ranges, held_out: Ranges, who: str) -> None:

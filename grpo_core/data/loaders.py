@@ -15,18 +15,18 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from attrs import asdict, field, frozen
 
 from grpo_core.config import RowOptions
-from grpo_core.contracts.errors import CheckpointError, GrpoError, PluginError, describe
+from grpo_core.contracts.errors import CheckpointError, PluginError, describe, plugin_errors
 from grpo_core.contracts.records import Prompt
 from grpo_core.data.order import ShuffledOrder
-from grpo_core.data.positions import Fingerprint, difference, fingerprint
-from grpo_core.data.repeats import Beginnings, Ids
-from grpo_core.data.rows import RawRows, ReadRows, RowReader, plain, raised, readable
+from grpo_core.data.positions import Beginnings, Fingerprint, Ids, difference, fingerprint
+from grpo_core.data.rows import RawRows, ReadRows, RowReader, plain, readable
 from grpo_core.data.states import packed
 from grpo_core.data.streams import EVERY, Mark, Saved, Stream, loses_state, refusal, resumed
 from grpo_core.data.workers import readers_of
@@ -51,27 +51,16 @@ class Thread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] | None = None
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] | None = None
 
     async def __call__(self, call: Callable[[], T]) -> T:
         """Run a call, and wait for it."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[T] = loop.create_future()
-
-        def run() -> None:
-            try:
-                result = call()
-            except BaseException as raised_there:  # a plugin's code may raise anything
-                error = _as_exception(raised_there)
-                self._answer(loop, done, lambda: done.set_exception(error))
-            else:
-                self._answer(loop, done, lambda: done.set_result(result))
-
         if self._calls is None:
             self._calls = queue.SimpleQueue()
             threading.Thread(target=self._run, args=(self._calls,), name=self._name, daemon=True).start()
-        self._calls.put(run)
-        return await done
+        done: Future[T] = Future()
+        self._calls.put((done, call))
+        return await asyncio.wrap_future(done)
 
     def close(self) -> None:
         """Let the thread end when its call returns."""
@@ -80,22 +69,15 @@ class Thread:
             self._calls = None
 
     @staticmethod
-    def _answer(loop: asyncio.AbstractEventLoop, done: asyncio.Future[T], answer: Callable[[], None]) -> None:
-        try:
-            loop.call_soon_threadsafe(lambda: None if done.done() else answer())
-        except RuntimeError:  # the loop has ended
-            return
-
-    @staticmethod
-    def _run(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-        while (call := calls.get()) is not None:
-            call()
-
-
-def _as_exception(error: BaseException) -> Exception:
-    """Return an error that a future can hold."""
-    fits = isinstance(error, Exception) and not isinstance(error, StopIteration)
-    return error if fits else PluginError(f"{type(error).__name__}: {error}")  # type: ignore[return-value]
+    def _run(calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+        while (item := calls.get()) is not None:
+            done, call = item
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(call())
+                except BaseException as error:  # a plugin's code may raise anything
+                    fits = isinstance(error, Exception) and not isinstance(error, StopIteration)
+                    done.set_exception(error if fits else PluginError(f"{type(error).__name__}: {error}"))
 
 
 @frozen
@@ -171,12 +153,9 @@ class LookAhead:
         self._deadline, self._convert = deadline, convert
         self._ahead: deque[Ahead] = deque()
         self._wanted = 0
-        self._filling: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._changed: Callable[[], None] = lambda: None
+        self._reading: asyncio.Task[None] | None = None
         self._progress = 0.0
-        """Last time when a row became a prompt, or nothing was wanted."""
-        self._error: GrpoError | None = None
+        """Last time when a row became a prompt, or was counted."""
         self._unfinished: dict[str, Prompt] = {}
         """Prompts of a checkpoint that were drawn and not trained, by slot."""
         self._recent: OrderedDict[str, int] = OrderedDict()
@@ -191,25 +170,6 @@ class LookAhead:
         self._named = False
         """Whether the named fields have been found in the first rows."""
         self.thread = thread or Thread(self.who)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Pickle the position; a copy reads its rows with its own thread and dataloader."""
-        dropped = {
-            "_filling": None,
-            "_timer": None,
-            "thread": None,
-            "_changed": None,
-            "_convert": None,
-            "warn": None,
-            "status": None,
-        }
-        return {**self.__dict__, **dropped, "fits": None, "_ahead": deque()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state
-        self.thread = Thread(self.who)
-        self.fits, self._changed = lambda prompt: True, lambda: None
-        self.warn, self.status = lambda cause, message: None, lambda message: None
 
     @property
     def size(self) -> int | None:
@@ -250,36 +210,30 @@ class LookAhead:
         If not, they are read, and ``changed`` is called on the running event loop when another call may
         succeed.  Raises PluginError if the dataloader fails or takes too long.
         """
-        if self._error is not None:
-            raise self._error
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._wanted = n
         if len(self._ahead) >= n:
             return True
-        loop = asyncio.get_running_loop()
-        if len(self._ahead) >= self._wanted or not self._progress:
-            self._progress = time.monotonic()
-        self._wanted, self._changed = n, changed
-        if (late := self._progress + self._deadline - time.monotonic()) <= 0:
-            raise self._late()
-        self._begin()
-        self._timer = loop.call_later(late, changed)
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(self._fill())
+            self._reading.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._reading.add_done_callback(lambda _: changed())
+        elif self._reading.done():
+            self._reading.result()
+            self._reading = None
+            return self.ready(n, changed)
         return False
 
     async def first(self, n: int) -> list[Prompt]:
         """Return the next ``n`` prompts without taking them.  Raises GrpoError."""
-        changed = asyncio.Event()
-        while not self.ready(n, changed.set):
-            await changed.wait()
-            changed.clear()
+        while not self.ready(n, lambda: None):
+            assert self._reading is not None
+            await asyncio.wait([self._reading])
         return [row.prompt for row in list(self._ahead)[:n]]
 
     def close(self) -> None:
         """End reading; a call that runs on the thread is abandoned."""
-        for each in (self._filling, self._timer):
-            if each is not None:
-                each.cancel()
+        if self._reading is not None:
+            self._reading.cancel()
         self.thread.close()
 
     def keep(self, fits: Callable[[Prompt], bool]) -> None:
@@ -289,17 +243,23 @@ class LookAhead:
         self.left_out += len(self._ahead) - len(kept)
         self._ahead = deque(kept)
 
-    def _begin(self) -> None:
-        if self._filling is None or self._filling.done():
-            self._filling = asyncio.ensure_future(self._fill())
-
     async def _fill(self) -> None:
-        try:
-            while (missing := self._wanted - len(self._ahead)) > 0:
-                await self._add(await self.thread(functools.partial(self.read, missing)))
-        except Exception as error:
-            self._error = raised(self.who, "it", error)
-        self._changed()
+        """Read until all prompts that are wanted are there.
+
+        Raises PluginError if the dataloader fails, or gives no prompt within its deadline.
+        """
+        self._progress = time.monotonic()
+        while (missing := self._wanted - len(self._ahead)) > 0:
+            reading = asyncio.ensure_future(self.thread(functools.partial(self.read, missing)))
+            try:
+                while not reading.done():
+                    if (left := self._progress + self._deadline - time.monotonic()) <= 0:
+                        raise self._late()
+                    await asyncio.wait([reading], timeout=left)
+            finally:
+                reading.cancel()
+            with plugin_errors(f"{self.who}: it"):
+                await self._add(reading.result())
 
     def _fields(self, rows: Iterable[tuple[int, int, Any]]) -> list[tuple[int, int, Any, dict[str, Any]]]:
         """Return rows with their fields.  Raises ConfigError if the first lack a field that is named."""
@@ -484,14 +444,6 @@ class StreamLoader(LookAhead):
         self._resume: Saved | Mark | None = None
         """Where a resumed run continues, until its first row is read."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_stream": None, "_first": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._stream = Stream(self._made, self.who)
-        self._restore(self._position())
-
     @property
     def exact(self) -> bool:
         return self.options.exact
@@ -584,14 +536,13 @@ class StreamLoader(LookAhead):
         if not self.exact:
             return self._saved(self._behind or Mark(0, 0, 0))
         mark = self._marks[0] if self._marks else Mark(0, 0, 0)
-        return self._saved(Saved(mark, list(self._since), self.without))
+        return self._saved(Saved(mark, list(self._since), sorted(self.without)))
 
     def _saved(self, where: Saved | Mark) -> Any:
         if isinstance(where, Mark):
             ahead = [[each.row, each.place, plain(each.prompt)] for each in self._ahead]
             return {"ahead": ahead, "behind": asdict(where, recurse=False)}
-        mark = asdict(where.mark, recurse=False)
-        return {"mark": mark, "since": where.since, "without": sorted(where.without)}
+        return {"mark": asdict(where.mark, recurse=False), "since": where.since, "without": where.without}
 
     def _restore(self, position: Any) -> None:
         self._stream = Stream(self._made, self.who)
@@ -600,7 +551,7 @@ class StreamLoader(LookAhead):
             for row, place, given in position["ahead"]:
                 self._ahead.append(Ahead(row, place, Prompt(**given, environment=self.task)))
         else:
-            self._resume = saved = Saved.of(position)
+            self._resume = saved = Saved(**{**position, "mark": Mark(**position["mark"])})
             self.without = set(saved.without)
 
 
@@ -661,28 +612,22 @@ class IndexedLoader(LookAhead):
     # ------------------------------------------------------------------------------ drawing
 
     def ready(self, n: int, changed: Callable[[], None]) -> bool:
-        return self.at_hand or super().ready(n, changed)
-
-    async def first(self, n: int) -> list[Prompt]:
         if not self.at_hand:
-            return await super().first(n)
-        return [self._rows[self._order[number]] for number in range(self.rows, self.rows + n)]
-
-    def take(self, n: int) -> list[Prompt]:
-        if not self.at_hand:
-            return super().take(n)
+            return super().ready(n, changed)
         if n and not len(self):
             raise PluginError(
                 f"task {self.task!r}: its environment has no training prompts; expected at least one"
             )
-        prompts = []
-        for number in range(self.rows, self.rows + n):
-            place = self._order[number]
-            prompt = self._rows[place]
-            self.remember(prompt, place)
-            prompts.append(prompt)
-        self.rows += n
-        return prompts
+        while len(self._ahead) < n:
+            place = self._order[self._read_until]
+            self._ahead.append(Ahead(self._read_until, place, self._rows[place]))
+            self._read_until += 1
+        return True
+
+    def take(self, n: int) -> list[Prompt]:
+        if self.at_hand:
+            self.ready(n, lambda: None)
+        return super().take(n)
 
     def place(self, prompt: Prompt) -> int:
         """Return the place, in the task's data, of a prompt that was taken."""

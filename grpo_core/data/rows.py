@@ -19,14 +19,12 @@ from typing import Any, overload
 from attrs import evolve, fields_dict, frozen
 
 from grpo_core.config import RowOptions, structured
-from grpo_core.contracts.errors import ConfigError, GrpoError, PluginError, fault_of
+from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.contracts.records import Message, Prompt
 from grpo_core.contracts.unicode import lone_surrogate, unreadable
 from grpo_core.data.files import is_file, is_null
-from grpo_core.data.leakage import digest
 from grpo_core.data.positions import columns_of
-from grpo_core.data.repeats import exact_digest
-from grpo_core.data.sizes import size
+from grpo_core.data.prompts import digest, exact_digest, size
 from grpo_core.data.workers import prepare_workers
 from grpo_core.plugins.files import in_file
 from grpo_core.plugins.offers import signature_of
@@ -308,14 +306,6 @@ def is_of(given: Any, module: str, name: str) -> bool:
     return there is not None and isinstance(given, getattr(there, name))
 
 
-def raised(who: str, what: str, error: BaseException) -> GrpoError:
-    """Return the error that names the dataloader."""
-    if isinstance(error, GrpoError):
-        return error
-    fault = fault_of(error)
-    return PluginError(f"{who}: {what} raised {fault}").carrying(fault)
-
-
 FILES = "file:"
 """Name of the offer that reads files and directories; the path follows."""
 
@@ -411,9 +401,9 @@ class ReadRows(Sequence[Prompt]):
         self.repeated = 0
         """Number of rows that ``deduplicate`` leaves out; set by ``open``."""
         self.digests = array("Q")
-        """Digest of each prompt's text, see ``grpo_core.data.leakage``; set by ``open``."""
+        """Digest of each prompt's text, see ``grpo_core.data.prompts``; set by ``open``."""
         self.sizes = array("I")
-        """Upper bound of each prompt's tokens, see ``grpo_core.data.sizes``; set by ``open``."""
+        """Upper bound of each prompt's tokens, see ``grpo_core.data.prompts``; set by ``open``."""
         self.places: Sequence[int] = range(len(rows))
         """Places of the rows that are kept."""
 

@@ -8,9 +8,9 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal
 
-from attrs import define, field
+from attrs import asdict, define, field
 
 from grpo_core.contracts.errors import (
     CheckpointError,
@@ -30,13 +30,6 @@ from grpo_core.text.messages import readable
 
 DIGITS = 6
 """Decimals by which tasks are compared, so that rounding does not separate equal debts."""
-
-
-class SavedQuotas(TypedDict):
-    """The state of ``Quotas``."""
-
-    owed: dict[str, float]
-    lost: list[tuple[str, int]]
 
 
 @define
@@ -74,14 +67,6 @@ class Quotas:
         self.owed = owed
         return _mixed(counts)
 
-    def state(self) -> SavedQuotas:
-        """Return everything that decides the next requests."""
-        return {"owed": self.owed, "lost": self.lost}
-
-    @classmethod
-    def of(cls, state: SavedQuotas) -> Quotas:
-        return cls(owed=dict(state["owed"]), lost=[(task, target) for task, target in state["lost"]])
-
 
 def _mixed(counts: Mapping[str, int]) -> list[str]:
     """Return each task as often as counted, spread so that every part of the list has about its share."""
@@ -89,13 +74,6 @@ def _mixed(counts: Mapping[str, int]) -> list[str]:
         ((i + 0.5) / count, task) for task, count in counts.items() for i in range(count)
     )
     return [task for _, task in ordered]
-
-
-class SavedDraws(TypedDict):
-    """The state of a ``TaskSampler``, which may have more keys."""
-
-    drawn: Count
-    quotas: NotRequired[SavedQuotas]
 
 
 class TaskSampler:
@@ -123,7 +101,7 @@ class TaskSampler:
         return {"drawn": self.drawn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.drawn = checked(state, SavedDraws)["drawn"]
+        self.drawn = checked(state.get("drawn"), Count, "drawn")
 
     def known(self, given: Iterable[str], tasks: Sequence[str], to_do: str) -> None:
         """Raise ConfigError for an unknown task."""
@@ -178,13 +156,13 @@ class WeightedTaskSampler(TaskSampler):
             self._quotas.lost.append((prompt.environment, target_version))
 
     def state_dict(self) -> dict[str, Any]:
-        quotas = {} if self._shares == "random" else {"quotas": self._quotas.state()}
+        quotas = {} if self._shares == "random" else {"quotas": asdict(self._quotas)}
         return {**super().state_dict(), **quotas}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         if "quotas" in state:
-            self._quotas = Quotas.of(state["quotas"])
+            self._quotas = checked(state["quotas"], Quotas, "quotas")
 
     def checked(self, task: str, weight: Any) -> float:
         """Return the weight.  Raises ConfigError if it is not a finite number of at least 0."""
@@ -395,8 +373,6 @@ class _WatchedLoader:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # a copy that has no attributes yet
-            raise AttributeError(name)
         return getattr(self._loader, name)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from grpo_core.contracts.errors import CheckpointError, ConfigError, PluginError, describe, plugin_errors
+from grpo_core.contracts.typed import Count
 from grpo_core.data.positions import Difference, Fingerprint, difference, fingerprint, varying
 from grpo_core.data.rows import ignore_warnings_of_torchdata, is_of, readable
 from grpo_core.data.states import packed, unpacked
@@ -34,10 +35,10 @@ _END = object()
 class Mark:
     """A stream's state before a row."""
 
-    row: int
+    row: Count
     """Number of the row, counted from the first epoch."""
-    epoch: int
-    of_epoch: int
+    epoch: Count
+    of_epoch: Count
     """Number of rows of the epoch before it."""
     own: Any = None
     """The state itself; None before the first row, and for streams whose rows are counted."""
@@ -189,13 +190,9 @@ class Saved:
     """The mark of a checkpoint, and the fingerprints of the rows since."""
 
     mark: Mark
-    since: Sequence[Fingerprint]
-    without: Collection[str]
+    since: list[Fingerprint]
+    without: list[str]
     """Fields that differ each time a row is read."""
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Saved:
-        return cls(Mark(**state["mark"]), list(state["since"]), set(state["without"]))
 
     def proved(self, stream: Stream) -> tuple[list[tuple[Any, int]], Difference | None]:
         """Read the rows since the mark again; return them with their epochs, and the first difference."""

@@ -16,7 +16,7 @@ from grpo_core.config import Config, RolloutConfig
 from grpo_core.contracts.errors import ConfigError, ControlInText, GrpoError, ModelError
 from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.records import Prompt
-from grpo_core.data.leakage import digest, leaked
+from grpo_core.data.prompts import digest, leaked
 from grpo_core.data.rows import ReadRows, SomePrompts, missing
 from grpo_core.diagnosis.conventions import conventions, ignores, unstopped_end
 from grpo_core.environments.pool import EnvironmentPool

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from grpo_core.contracts.errors import ConfigError, Unavailable
-from grpo_core.processes.client import Client, ServiceError
+from grpo_core.processes.services import Client, ServiceError
 
 
 def checked_url(

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from attrs import define, field
 
 from grpo_core.contracts.errors import Unavailable, describe
-from grpo_core.processes.client import BUSY, retry_after
+from grpo_core.processes.services import BUSY, retry_after
 
 FIRST_BUDGET = 30.0
 """Seconds without an answer that end the run if a service has never answered."""

@@ -42,8 +42,7 @@ What goes wrong:
 
 A client or a server of others:
 
-    Client, Answer, NotSent, ServiceError   ask a service over HTTP: bounded, without redirects
-    said, retried          what a server says, as one line for a message; a call that is repeated
+    services               asks a service over HTTP: bounded, without redirects (``services.Client``)
     read_json              reads data within limits; raises nothing but ValueError
     inert                  escapes control characters
 
@@ -54,13 +53,13 @@ An environment that is made of others:
 A player or an engine that returns text:
 
     aio                    awaits several calls, cancels tasks and waits until they have ended
-    normalised, MessageError   read messages that others write
+    normalised             reads messages that others write; raises ValueError
 
 The configuration, and states:
 
     Config, as_table       the whole configuration, and its table
     only_with              marks a key that needs another one: without it the run is refused
-    checked, Count         check what was read from a checkpoint against a ``TypedDict``
+    typed                  reads what was saved, or a server said (``typed.checked``)
     derive_seed            returns a number that depends on names and numbers alone
 
 ``examples/custom_engine.py`` is a complete engine.  Check yours with ``grpo-core check ./file.py:MyEngine``.
@@ -82,14 +81,13 @@ if TYPE_CHECKING:
     from grpo_core.config import Config as Config
     from grpo_core.config import as_table as as_table
     from grpo_core.config.idle import only_with as only_with
-    from grpo_core.contracts.completions import check_request as check_request
+    from grpo_core.contracts import typed as typed
     from grpo_core.contracts.incidents import report as report
     from grpo_core.contracts.incidents import reported_to as reported_to
     from grpo_core.contracts.loss import needs_of as needs_of
+    from grpo_core.contracts.playing import check_request as check_request
     from grpo_core.contracts.playing import derive_seed as derive_seed
     from grpo_core.contracts.records import Judgement as Judgement
-    from grpo_core.contracts.typed import Count as Count
-    from grpo_core.contracts.typed import checked as checked
     from grpo_core.demo.tiny import make_tiny_model as make_tiny_model
     from grpo_core.engines.child import ChildEngine as ChildEngine
     from grpo_core.engines.local.decoding_server import DecodingServer as DecodingServer
@@ -107,18 +105,12 @@ if TYPE_CHECKING:
     from grpo_core.plugins.installed import PluginSelection as PluginSelection
     from grpo_core.plugins.transports import transport_of as transport_of
     from grpo_core.processes import aio as aio
+    from grpo_core.processes import services as services
     from grpo_core.processes.child import Child as Child
     from grpo_core.processes.child import scratch_directory as scratch_directory
-    from grpo_core.processes.client import Answer as Answer
-    from grpo_core.processes.client import Client as Client
-    from grpo_core.processes.client import NotSent as NotSent
-    from grpo_core.processes.client import ServiceError as ServiceError
-    from grpo_core.processes.client import retried as retried
-    from grpo_core.processes.client import said as said
     from grpo_core.processes.secrets import inert as inert
     from grpo_core.processes.served import die_with as die_with
     from grpo_core.storage.planes import RemotePlane as RemotePlane
-    from grpo_core.text.messages import MessageError as MessageError
     from grpo_core.text.messages import normalised as normalised
     from grpo_core.text.rendering import Renderer as Renderer
     from grpo_core.text.untrusted import read_json as read_json

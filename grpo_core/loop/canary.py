@@ -15,9 +15,9 @@ from math import inf
 import numpy as np
 from attrs import define, evolve, field
 
-from grpo_core.contracts.completions import check_completions
 from grpo_core.contracts.errors import ChildDied, DeadlineExceeded, EngineError, WeightSyncError
 from grpo_core.contracts.incidents import report
+from grpo_core.contracts.playing import check_completions
 from grpo_core.contracts.protocols import Engine
 from grpo_core.contracts.records import Completion, GenerationRequest, Group, Rollout, Weights
 from grpo_core.loop.agreement import Agreement, Known, Tolerance, TopToken, agreement, movement

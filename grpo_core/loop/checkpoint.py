@@ -25,12 +25,17 @@ import re
 import shutil
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NotRequired, Protocol, TypedDict
+from typing import Any, Protocol
 from urllib.parse import quote, unquote
 
 import attrs
-from attrs import frozen
+import numpy as np
+from attrs import Factory, evolve, field, frozen
+from cattrs.gen import make_dict_structure_fn, override
+from numpy.typing import NDArray
 
+from grpo_core._version import __version__
+from grpo_core.config import TrainerConfig
 from grpo_core.contracts import typed
 from grpo_core.contracts.errors import CheckpointError, ConfigError, GrpoError, describe, wrong_input
 from grpo_core.contracts.incidents import report
@@ -39,6 +44,7 @@ from grpo_core.contracts.typed import Count
 from grpo_core.data import states
 from grpo_core.data.loaders import LookAhead
 from grpo_core.data.samplers import PromptStream
+from grpo_core.data.streams import Mark
 from grpo_core.loop.buffer import Buffer, BufferStatistics
 from grpo_core.loop.endings import Failure
 from grpo_core.loop.segments import segment_arrays, segments_of
@@ -49,22 +55,25 @@ from grpo_core.storage.published import Published
 # ---------------------------------------------------------------------------------- its JSON files
 
 
-class SavedFile(TypedDict):
+@frozen(kw_only=True)
+class SavedFile:
     """A file of the checkpoint."""
 
     sha256: str
     size: Count
 
 
-class SavedManifest(TypedDict):
+@frozen(kw_only=True)
+class SavedManifest:
     """``manifest.json``."""
 
     format: int
     step: Count
-    files: dict[str, SavedFile]
+    files: Mapping[str, SavedFile]
 
 
-class SavedSlot(TypedDict):
+@frozen(kw_only=True)
+class SavedSlot:
     """A ``Slot`` with the task and the id of its prompt."""
 
     id: Count
@@ -74,40 +83,8 @@ class SavedSlot(TypedDict):
     prompt: tuple[str, str]
 
 
-class SavedMessage(TypedDict):
-    """A message; what an environment or a tool adds may have any type."""
-
-    role: str
-
-
-class SavedRollout(TypedDict):
-    """A ``Rollout`` without its segments."""
-
-    messages: list[SavedMessage]
-    reward: float | None
-    success: bool | None
-    metrics: dict[str, float]
-    left_out: dict[str, str]
-    turn_rewards: list[float]
-    turn_tokens: list[Count]
-    turn_states: list[str]
-    answer: str | None
-    hint: str | None
-    hint_prefix: list[int]
-    hint_ids: list[int]
-    turns: Count
-    tool_calls: Count
-    train: bool
-    seed: Count
-    advantage: float | None
-    token_advantages: None
-    trained: bool
-    finish_reason: str
-    error: str | None
-    lost: bool
-
-
-class SavedBuffer(TypedDict):
+@frozen(kw_only=True)
+class SavedBuffer:
     """``Buffer.state_dict()``."""
 
     step: Count
@@ -115,90 +92,61 @@ class SavedBuffer(TypedDict):
     skipped: Count
     filtered: Count
     attempts: Count
-    retrying: list[SavedSlot]
-    ready: list[tuple[SavedSlot, list[SavedRollout]]]
+    retrying: Sequence[SavedSlot]
+    ready: Sequence[tuple[SavedSlot, Sequence[Rollout]]]
 
 
-class SavedSchedule(TypedDict):
-    """The keys of ``[trainer]`` on which the learning rate depends."""
-
-    steps: Count
-    epochs: float
-    updates_per_step: Count
-    lr: float
-    lr_schedule: str
-    lr_end: float
-    warmup_updates: Count
-
-
-class SavedRun(TypedDict, total=False):
+@frozen(kw_only=True)
+class SavedRun:
     """Values that a later start of the run is compared with."""
 
-    grpo_core: str
-    fixed: dict[str, Any]
-    schedule: SavedSchedule
-    start: str
-    scores: dict[str, str]
-    files: dict[str, str]
+    grpo_core: str = __version__
+    fixed: Mapping[str, Any] = field(factory=dict)
+    schedule: TrainerConfig = field(factory=TrainerConfig)
+    """The keys on which the learning rate depends."""
+    start: str = ""
+    scores: Mapping[str, str] = field(factory=dict)
+    files: Mapping[str, str] = field(factory=dict)
 
 
-class SavedStrategy(TypedDict):
-    """A validation strategy."""
-
-    strategy: str
-    state: Any
-
-
-class SavedFailure(TypedDict):
-    """A ``Failure``."""
-
-    error: str
-    proved: Count | None
-
-
-class SavedPipeline(TypedDict):
+@frozen(kw_only=True)
+class SavedPipeline:
     """``pipeline.json``."""
 
     format: int
     step: Count
     buffer: SavedBuffer
     sampler: Any
-    sampler_name: NotRequired[str]
-    validation: NotRequired[dict[str, SavedStrategy]]
-    measured: NotRequired[int]
-    goal: NotRequired[dict[str, float]]
-    failure: NotRequired[SavedFailure]
-    run: NotRequired[SavedRun]
+    sampler_name: str
+    validation: Mapping[str, tuple[str, Any]] = field(factory=dict)
+    """Name and state of each strategy."""
+    measured: int = field(default=Factory(lambda self: self.step, takes_self=True))
+    goal: Mapping[str, float] = field(factory=dict)
+    failure: Failure | None = None
+    run: SavedRun = field(factory=SavedRun)
 
 
-class SavedMark(TypedDict):
-    """A ``Mark`` of a stream."""
-
-    row: Count
-    epoch: Count
-    of_epoch: Count
-    own: Any
-
-
-class SavedPosition(TypedDict, total=False):
+@frozen(kw_only=True)
+class SavedPosition:
     """The position of rows by index, or of a stream."""
 
-    prompts: Count
-    fingerprint: str
-    seed: Count
-    mark: SavedMark
-    behind: SavedMark
-    ahead: list[Any]
-    since: list[Any]
-    without: list[str]
+    prompts: Count = 0
+    fingerprint: str = ""
+    seed: Count = 0
+    mark: Mark | None = None
+    behind: Mark | None = None
+    ahead: Sequence[Any] = ()
+    since: Sequence[Any] = ()
+    without: Sequence[str] = ()
 
 
-class SavedLoader(TypedDict):
+@frozen(kw_only=True)
+class SavedLoader:
     """``train_dataloader_TASK.json``, as ``grpo_core.data.states`` writes it."""
 
     dataloader: str
     rows: Count
-    unfinished: dict[str, Any]
+    unfinished: Mapping[str, Any]
     position: SavedPosition
 
 
@@ -207,17 +155,17 @@ _MANIFEST = "manifest.json"
 _PARTIAL = ".partial"
 _ARRAYS = "pipeline.safetensors"
 _TRACKERS = "trackers.json"
-_ROLLOUT = tuple(
-    each.name
-    for each in attrs.fields(Rollout)
-    if each.name not in ("segments", "fault", "tools")  # a group that waits to be trained has no error
-)
+_APART = ("segments", "fault", "tools", "token_advantages")
+"""Fields of a rollout that are stored elsewhere, or that a group without advantages or an error lacks."""
 _STAMPS = ("id", "generation_version", "target_version", "attempts")
 _NAME = re.compile(rf"step-(\d{{6,}})({re.escape(REPLACED)})?")
 
 
-class _Any(TypedDict):
-    """Any table."""
+attrs.resolve_types(Rollout, localns={"NDArray": NDArray, "np": np})  # its module imports no numpy
+_OMITTED: Any = dict.fromkeys(_APART, override(omit=True))
+typed.converter().register_structure_hook(
+    Rollout, make_dict_structure_fn(Rollout, typed.converter(), **_OMITTED)
+)
 
 
 # ---------------------------------------------------------------------------------- writing
@@ -383,7 +331,8 @@ def _plain(value: Any) -> Any:
         case Group():
             return value.rollouts
         case Rollout():
-            return {name: getattr(value, name) for name in _ROLLOUT}
+            names = (each.name for each in attrs.fields(Rollout))
+            return {name: getattr(value, name) for name in names if name not in _APART}
         case Mapping():
             return dict(value)
     raise TypeError(f"{type(value).__name__} cannot be saved as JSON: {value!r}")
@@ -462,13 +411,13 @@ def fault(directory: Path) -> str | None:
                 name = directory.name if path == directory else path.relative_to(directory)
                 return f"{name} is a symbolic link; put the original in its place"
         manifest = typed.read(directory / _MANIFEST, SavedManifest)
-        if manifest["format"] != FORMAT:
-            return f"written in format {manifest['format']}, this version reads format {FORMAT}"
+        if manifest.format != FORMAT:
+            return f"written in format {manifest.format}, this version reads format {FORMAT}"
         there = {str(path.relative_to(directory)) for path in files(directory)}
-        for name, expected in manifest["files"].items():
+        for name, expected in manifest.files.items():
             if name not in there:
                 return f"{name} is missing"
-            if fingerprint(directory / name) != expected:
+            if fingerprint(directory / name) != attrs.asdict(expected):
                 return f"{name} has changed since it was written (its sha256 differs)"
     except OSError as error:
         name = Path(error.filename).relative_to(directory) if error.filename else _MANIFEST
@@ -486,7 +435,7 @@ def manifest_digest(directory: Path) -> str:
 
 def read_step(directory: Path) -> int:
     """Return the step that an intact checkpoint's manifest names."""
-    return typed.read(directory / _MANIFEST, SavedManifest)["step"]
+    return typed.read(directory / _MANIFEST, SavedManifest).step
 
 
 def read_pipeline(directory: Path) -> SavedPipeline:
@@ -496,7 +445,7 @@ def read_pipeline(directory: Path) -> SavedPipeline:
 def read_trackers(directory: Path) -> Mapping[str, Any]:
     """Return the states of the trackers, by name."""
     path = directory / _TRACKERS
-    return typed.read(path, _Any) if path.exists() else {}
+    return typed.read(path, dict[str, Any]) if path.exists() else {}
 
 
 def read_loader(directory: Path, task: str) -> Mapping[str, Any] | None:
@@ -504,7 +453,8 @@ def read_loader(directory: Path, task: str) -> Mapping[str, Any] | None:
     path = directory / _loader_file(task)
     if not path.exists():
         return None
-    found: Mapping[str, Any] = states.unpacked(typed.read(path, SavedLoader))
+    typed.read(path, SavedLoader)
+    found: Mapping[str, Any] = states.unpacked(json.loads(path.read_text(encoding="utf-8")))
     return found
 
 
@@ -556,14 +506,13 @@ def loader_states(loaders: Mapping[str, LookAhead], buffer: Mapping[str, Any]) -
 def restore_validation(directory: Path, validation: Stateful) -> list[str]:
     """Restore the validation's measurements; return messages about what changed since."""
     with reading(directory):
-        return validation.load_state_dict(read_pipeline(directory).get("validation", {}))
+        return validation.load_state_dict(read_pipeline(directory).validation)
 
 
 def validated_version(found: Found) -> int:
     """Return the newest version validated before a checkpoint, or a newer number."""
     with reading(found.directory):
-        version: int = read_pipeline(found.directory).get("measured", found.step)
-        return version
+        return read_pipeline(found.directory).measured
 
 
 def restore(
@@ -580,17 +529,16 @@ def restore(
     """
     with reading(directory):
         state = read_pipeline(directory)
-        messages = _compare_tasks(directory, loaders, state["buffer"])
+        messages = _compare_tasks(directory, loaders, state.buffer)
         for task, loader in loaders.items():
             if (saved := read_loader(directory, task)) is not None:
                 loader.load_state_dict(saved)
-        drew = state.get("sampler_name", stream.name)
-        if drew == stream.name:
-            stream.load_state_dict(state["sampler"])
+        if (drew := state.sampler_name) == stream.name:
+            stream.load_state_dict(state.sampler)
         else:
             messages.append(f"sampler {stream.name!r} is new since the checkpoint, which is of {drew!r}")
-        segments = read_segments(directory / _ARRAYS, state["buffer"])
-        load_buffer(buffer, state["buffer"], segments, lambda task, *slot: loaders[task].prompt(*slot))
+        segments = read_segments(directory / _ARRAYS, state.buffer)
+        load_buffer(buffer, state.buffer, segments, lambda task, *slot: loaders[task].prompt(*slot))
     return messages
 
 
@@ -613,9 +561,9 @@ def reading(directory: Path) -> Iterator[None]:
 def _compare_tasks(directory: Path, tasks: Iterable[str], buffer: SavedBuffer) -> list[str]:
     """Return messages about added and removed tasks.  Raises CheckpointError if prompts are left over."""
     tasks, saved = set(tasks), set(read_loaders(directory))
-    slots = [*buffer["retrying"], *(slot for slot, _ in buffer["ready"])]
-    for gone in sorted({slot["prompt"][0] for slot in slots} - tasks):
-        ids = [repr(slot["prompt"][1]) for slot in slots if slot["prompt"][0] == gone]
+    prompts = [slot.prompt for slot in (*buffer.retrying, *(slot for slot, _ in buffer.ready))]
+    for gone in sorted({task for task, _ in prompts} - tasks):
+        ids = [repr(id) for task, id in prompts if task == gone]
         more = ", ..." if len(ids) > 10 else ""
         raise CheckpointError(
             f"{directory}: task {gone!r} is no longer part of the run, but {len(ids)} of its prompts are in "
@@ -640,56 +588,51 @@ def load_buffer(
     segments: Iterable[Sequence[Segment]],
     prompt: Callable[[str, str, int], Prompt],
 ) -> None:
-    """Load a state that was read from JSON into a buffer.
+    """Load a saved state into a buffer.
 
     Args:
         segments: the segments of each rollout that waits to be trained.
         prompt: looks a prompt up by its task, its id and its slot.
     """
 
-    def slot(dumped: SavedSlot) -> Slot[Prompt]:
-        stamps = {name: dumped[name] for name in _STAMPS}  # type: ignore[literal-required]
-        return Slot(**stamps, prompt=prompt(*dumped["prompt"], dumped["id"]))
-
-    def rollout(dumped: SavedRollout, segments: Sequence[Segment]) -> Rollout:
-        given: dict[str, Any] = {name: dumped[name] for name in _ROLLOUT}  # type: ignore[literal-required]
-        return Rollout(**given | {"messages": tuple(dumped["messages"]), "segments": segments})
+    def slot(saved: SavedSlot) -> Slot[Prompt]:
+        stamps = {name: getattr(saved, name) for name in _STAMPS}
+        return Slot(**stamps, prompt=prompt(*saved.prompt, saved.id))
 
     ready, each = [], iter(segments)
-    for dumped, rollouts in state["ready"]:
-        full = slot(dumped)
+    for saved, rollouts in state.ready:
+        full = slot(saved)
         assert full.prompt is not None
         group = Group(
             prompt=full.prompt,
-            rollouts=tuple(rollout(dumped, next(each)) for dumped in rollouts),
+            rollouts=tuple(evolve(rollout, segments=next(each)) for rollout in rollouts),
             generation_version=full.generation_version,
             target_version=full.target_version,
             slot=full.id,
         )
         ready.append((full, group))
-    buffer.load_state_dict(
-        {**state, "retrying": [slot(dumped) for dumped in state["retrying"]], "ready": ready}
-    )
+    retrying = [slot(saved) for saved in state.retrying]
+    buffer.load_state_dict({**attrs.asdict(state, recurse=False), "retrying": retrying, "ready": ready})
 
 
 def read_segments(path: Path, state: SavedBuffer) -> list[list[Segment]]:
     """Return the segments of each rollout that waits to be trained; the file exists only if there are any."""
     from safetensors.numpy import load_file
 
-    number = sum(len(rollouts) for _, rollouts in state["ready"])
+    number = sum(len(rollouts) for _, rollouts in state.ready)
     return segments_of(load_file(path), number) if number else []
 
 
 def statistics(state: SavedBuffer, prompts_per_step: int) -> BufferStatistics:
-    """Return the counts of a buffer's state that was read from JSON."""
+    """Return the counts of a buffer's saved state."""
     return BufferStatistics(
         reserved=0,
         in_flight=0,
-        retrying=len(state["retrying"]),
-        ready=len(state["ready"]),
-        trained=state["step"] * prompts_per_step,
-        dispatched=state["dispatched"],
-        skipped=state["skipped"],
-        filtered=state["filtered"],
-        attempts=state["attempts"],
+        retrying=len(state.retrying),
+        ready=len(state.ready),
+        trained=state.step * prompts_per_step,
+        dispatched=state.dispatched,
+        skipped=state.skipped,
+        filtered=state.filtered,
+        attempts=state.attempts,
     )

@@ -22,6 +22,7 @@ from grpo_core.contracts.events import LOOP, Span
 from grpo_core.contracts.records import Group, Prompt, Rollout
 from grpo_core.loop.buffer import BufferStatistics
 from grpo_core.loop.rows import sampled_versions
+from grpo_core.loop.timeline import Activity
 
 AT_TIMES = (
     *("reward", "accuracy", "feedback_", "std_feedback_", "shaped_reward", "filtered", "masked", "unscored"),
@@ -252,9 +253,7 @@ class Meter:
     """Busy time and token counts between two steps, on the event loop's clock."""
 
     def __init__(self) -> None:
-        self._running = 0
-        self._busy = 0.0
-        self._since: float | None = None
+        self._playing = Activity("", "")
         self._tokens = 0
         self._errors: dict[str, int] = defaultdict(int)
         self._last = 0.0
@@ -266,16 +265,11 @@ class Meter:
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Count the time inside this context as busy."""
-        self._running += 1
-        if self._since is None:
-            self._since = self.now()
+        self._playing.enter(self.now())
         try:
             yield
         finally:
-            self._running -= 1
-            if self._running == 0 and self._since is not None:
-                self._busy += self.now() - self._since
-                self._since = None
+            self._playing.leave(self.now())
 
     def count(self, task: str, rollout: Rollout) -> None:
         self._tokens += rollout.n_sampled
@@ -292,18 +286,15 @@ class Meter:
         which the trainer computes.
         """
         now = self.now()
-        elapsed = max(now - self._last, 1e-9)
-        if self._since is not None:
-            self._busy += now - self._since
-            self._since = now
+        elapsed, busy = max(now - self._last, 1e-9), sum(span.busy for span in self._playing.take(now))
         training = trained.get("time/train", 0.0)
         metrics = {
             "time/step": elapsed,
             "time/wait_for_groups": waited,
-            "time/generate": self._busy,
-            "tokens_per_second/generation": self._tokens / self._busy if self._busy else 0.0,
+            "time/generate": busy,
+            "tokens_per_second/generation": self._tokens / busy if busy else 0.0,
             "tokens_per_second/training": trained.get("tokens/trained", 0.0) / training if training else 0.0,
-            "overlap": min(max(self._busy + training - elapsed, 0.0) / elapsed, 1.0),
+            "overlap": min(max(busy + training - elapsed, 0.0) / elapsed, 1.0),
             "buffer/in_flight": float(buffer.in_flight),
             "buffer/retrying": float(buffer.retrying),
             "buffer/ready": float(buffer.ready),
@@ -313,7 +304,7 @@ class Meter:
             "buffer/attempts": float(buffer.attempts),
             **{f"errors/{task}": float(count) for task, count in sorted(self._errors.items())},
         }
-        self._last, self._busy, self._tokens = now, 0.0, 0
+        self._last, self._tokens = now, 0
         self._errors.clear()
         return metrics
 

@@ -73,12 +73,11 @@ from grpo_core.loop.agreement import Tolerance
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.canary import Canaries
 from grpo_core.loop.dynamic import DynamicSampling, Rejection
-from grpo_core.loop.endings import Failure, TimeLimit
+from grpo_core.loop.endings import Failure, Saves, TimeLimit
 from grpo_core.loop.hints import Hints
 from grpo_core.loop.metrics import Meter, left_out, task_metrics, times
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
 from grpo_core.loop.rows import check_staleness, make_batch, sampled_versions, shaped_rewards, with_advantages
-from grpo_core.loop.saves import Saves
 from grpo_core.loop.timeline import during, stage, take_spans
 from grpo_core.loop.versions import Interval
 from grpo_core.processes.aio import (

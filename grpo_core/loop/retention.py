@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TypedDict
+
+from attrs import frozen
 
 from grpo_core.contracts.errors import CheckpointError, ConfigError, did_you_mean
 from grpo_core.contracts.protocols import Tracker
@@ -17,11 +18,12 @@ SCORES = "scores.json"
 """File next to the checkpoints: the metric, and its value for each validated step."""
 
 
-class SavedScores(TypedDict):
+@frozen
+class SavedScores:
     """The contents of ``scores.json``."""
 
     metric: str
-    scores: dict[str, float | None]
+    scores: Mapping[str, float | None]
 
 
 class Retention(Tracker):
@@ -99,8 +101,8 @@ class Retention(Tracker):
             return {}
         try:
             found = checked(json.loads(self._path.read_text(encoding="utf-8")), SavedScores)
-            scores = {int(step): value for step, value in found["scores"].items()}
-            return scores if found["metric"] == self._metric else {}
+            scores = {int(step): value for step, value in found.scores.items()}
+            return scores if found.metric == self._metric else {}
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"{self._path}: cannot be read: {error}; remove it to forget which checkpoint was the best"

@@ -24,7 +24,7 @@ MOST = 20
 
 
 @define
-class _Activity:
+class Activity:
     """Adds up the calls in a lane."""
 
     lane: str
@@ -89,14 +89,14 @@ class Timeline:
     clock: Callable[[], float] = field(default=lambda: asyncio.get_running_loop().time())
     tell: Callable[[str], None] = lambda stage: None
     """Receives the name of each stage of the loop when it begins."""
-    _activities: dict[tuple[str, str], _Activity] = field(init=False, factory=dict)
-    _stage: _Activity = field(init=False, factory=lambda: _Activity(LOOP, ""))
+    _activities: dict[tuple[str, str], Activity] = field(init=False, factory=dict)
+    _stage: Activity = field(init=False, factory=lambda: Activity(LOOP, ""))
     _stages: list[Span] = field(init=False, factory=list)
 
     @contextmanager
     def during(self, lane: str, what: str) -> Iterator[None]:
         """Record a lane's activity inside this context."""
-        activity = self._activities.setdefault((lane, what), _Activity(lane, what))
+        activity = self._activities.setdefault((lane, what), Activity(lane, what))
         activity.enter(self.clock())
         try:
             yield
@@ -107,7 +107,7 @@ class Timeline:
         """Record that the loop enters another stage."""
         now = self.clock()
         self._stages += self._stage.take(now)
-        self._stage = _Activity(LOOP, what)
+        self._stage = Activity(LOOP, what)
         self._stage.enter(now)
         self.tell(what)
 

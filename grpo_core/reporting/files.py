@@ -1,5 +1,7 @@
 """The tracker ``files``: writes the files of a run, which every tool reads, while it runs.
 
+Another tracker warns when their disk will soon be full.
+
 In addition to the run's events, events.jsonl has two kinds of lines about the files themselves: ``Opened``,
 when a process begins to write (steps after its ``step``, and validations after the version ``measured``, are
 discarded), and ``Recorded``, with the digest of a file of rollouts.
@@ -10,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,7 +28,7 @@ from grpo_core.contracts.records import Group, RunInfo
 from grpo_core.loop.checkpoint import manifest_digest
 from grpo_core.loop.rows import sampled_versions
 from grpo_core.reporting import stored
-from grpo_core.reporting.stored import as_json
+from grpo_core.reporting.stored import TEXTS, TOKENS, as_json
 from grpo_core.storage.disk import Disk
 from grpo_core.storage.run_directory import (
     PARTIAL,
@@ -229,3 +232,65 @@ def _appending(path: Path) -> TextIO:
     if path.exists():
         os.truncate(path, whole_lines(path))
     return open(path, "a", encoding="utf-8", buffering=1)
+
+
+# ---------------------------------------------------------------------------------- the room on the disk
+
+FEWEST_STEPS = 100
+"""Number of further steps for which the disk should have room."""
+FIRST = 5
+"""Number of steps after which the growth of the run can be estimated."""
+
+
+class DiskRoom(Tracker):
+    """Compares the growth of a run's files with the free bytes of its disk, at each step.
+
+    Checkpoints do not count: newer ones replace older ones.
+
+    Args:
+        directory: of the run.
+        num_steps: number of steps of the run.
+        emit: receives the warning.
+        free: returns the free bytes of a directory's disk.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        num_steps: int,
+        emit: Callable[[events.Event], None],
+        free: Callable[[Path], int] = lambda directory: shutil.disk_usage(directory).free,
+    ) -> None:
+        self._directory, self._num_steps, self._emit, self._free = directory, num_steps, emit, free
+        self._begin: tuple[int, int] | None = None
+        """Step and size of the growing files when the first step ended."""
+        self._rollouts: list[int] = []
+        """Sizes of the files of the newest rollouts."""
+
+    def event(self, event: events.Event) -> None:
+        """Look at the disk when a step ends."""
+        if not isinstance(event, events.StepEnded):
+            return
+        grown = sum(_size(self._directory / name) for name in ("events.jsonl", "metrics.jsonl"))
+        written = self._directory / ROLLOUTS / f"step-{event.step - 1:06d}"  # of the step before
+        newest = sum(_size(Path(f"{written}{suffix}")) for suffix in (*TEXTS, TOKENS))
+        self._rollouts = [*self._rollouts[-FIRST:], newest]
+        first, size = self._begin = self._begin or (event.step, grown)
+        steps = event.step - first
+        left = min(FEWEST_STEPS, self._num_steps - event.step)
+        if steps < FIRST or not left:
+            return
+        per_step = (grown - size) / steps + sum(self._rollouts) / len(self._rollouts)
+        free = self._free(self._directory)
+        if per_step * left > free:
+            message = (
+                f"the disk has room for about {int(free / per_step):,} more steps: {free / 1e6:,.3f} MB are "
+                f"free, and a step takes {per_step / 1e6:,.3f} MB. Make room, or end the run and continue it "
+                "with --resume and --set tracking.files.keep=N, tracking.files.every=N or "
+                "tracking.files.tokens=false"
+            )
+            self._emit(events.WarningRaised(step=event.step, cause="disk", message=message))
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from grpo_core.contracts import events
 from grpo_core.contracts.errors import shortened
-from grpo_core.contracts.incidents import Lines, by_kind
+from grpo_core.contracts.incidents import by_kind, line_of
 from grpo_core.contracts.protocols import Tracker
 from grpo_core.contracts.records import RunInfo
 from grpo_core.loop.metrics import OF, headline
@@ -58,8 +58,6 @@ SHOWN_FROM = 2.0
 class Now:
     """Follows the events of a run, and describes its current activity."""
 
-    steps: int = 0
-    """Number of steps of the run; 0 if unknown."""
     clock: Callable[[], float] = time.monotonic
     _text: str = field(init=False, default="starting")
     part: float | None = field(init=False, default=None)
@@ -75,6 +73,7 @@ class Now:
     _in_order: bool = field(init=False, default=False)
     """Whether a step trains specific groups instead of the first ready ones."""
     _version: int = field(init=False, default=0)
+    """The version that the groups train."""
     _saving: tuple[int, float] | None = field(init=False, default=None)
     """Version of the checkpoint that is being written, and the time of its start."""
     _ended: bool = field(init=False, default=False)
@@ -89,30 +88,20 @@ class Now:
                 self._is(event.message)
                 self.part = event.part
             case events.RunStarted():
-                self._version = event.step
-                self.steps = planned_steps(None, event.config) or self.steps
                 self._ready = event.buffer.get("ready", 0)
                 wanted = event.config.get("trainer", {}).get("prompts_per_step", 0)
                 self._wanted = wanted if isinstance(wanted, int) else 0
                 self._in_order = event.config.get("pipeline", {}).get("policy") == "in_order"
                 self._is("starting")
             case events.StageBegan() if event.stage == WAITS:
-                self._wait()
+                self._wait(event.step)
             case events.StageBegan() if event.stage not in BRIEF:
                 words = WORDS.get(event.stage, event.stage.replace("{", "{{").replace("}", "}}"))
-                self._is(words.format(version=self._version, next=self._version + 1))
+                self._is(words.format(version=event.step, next=event.step + 1))
             case events.GroupFinished():
                 self._ready += 1
             case events.GroupsReady():
                 self._ready = max(0, self._ready - len(event.groups))
-                self._is(f"training step {event.step + 1}")
-            case events.StepEnded():
-                self._version = event.step
-                self._ready = int(event.metrics.get("buffer/ready", self._ready))
-                if event.step < self.steps or not self.steps:
-                    self._wait()
-                else:
-                    self._is("finishing")
             case events.Saving():
                 self._saving = event.step, self.clock()
             case events.Saved():
@@ -142,7 +131,8 @@ class Now:
         if text != self._text or self._waits:
             self._text, self._since, self._waits, self.part = text, self.clock(), False, None
 
-    def _wait(self) -> None:
+    def _wait(self, version: int) -> None:
+        self._version = version
         if not self._waits:
             self._waits, self._since, self.part = True, self.clock(), None
 
@@ -221,7 +211,7 @@ class TerminalTracker(Tracker):
         """Number of steps of the run; 0 while unknown."""
         self._started = time.monotonic()
         """The start of the program, as in the summary."""
-        self._now = Now(self._steps)
+        self._now = Now()
         self._ended = 0.0
         """Time of the end of the last step, in seconds since 1970; of the start before the first."""
         self._heard = self._started
@@ -241,7 +231,6 @@ class TerminalTracker(Tracker):
         self._warned: set[str] = set()
         self._survived: Counter[str] = Counter()
         """Number of incidents by kind."""
-        self._lines = Lines()
         self._shown: dict[str, str] = {}
         """Lines of trackers, by name."""
         self._sample: tuple[str, str, float] | None = None
@@ -316,10 +305,9 @@ class TerminalTracker(Tracker):
                 self.say(f"warning, step {event.step}: {event.message}")
             case events.IncidentReported():
                 self._survived[event.kind] += event.count
-                cause = event.kind, event.component
-                if line := self._lines.line(*cause, event.message, count=event.count, now=event.time):
-                    what = "waits" if event.kind == "unavailable" else "survived"
-                    self.say(f"{what}, step {event.step}: {line}")
+                what = "waits" if event.kind == "unavailable" else "survived"
+                line = line_of(event.component, event.message, event.count)
+                self.say(f"{what}, step {event.step}: {line}")
             case events.RunEnded() if self._survived:
                 self.say(f"recovered in this run from {by_kind(self._survived)} (events.jsonl has each)")
 
@@ -432,11 +420,6 @@ class TerminalTracker(Tracker):
             rows.append(("sample", f"{reward:g}", Text(shown)))
         return rows
 
-    @staticmethod
-    def _reward(name: str, rewards: Sequence[float], width: int = _WIDTH) -> ViewRow:
-        low, high = min(0.0, *rewards), max(1.0, *rewards)
-        return name, f"{rewards[-1]:.3f}", Text(sparkline(rewards, low, high, width))
-
     def _speeds(self) -> list[ViewRow]:
         """Return the lines about staleness, waits and tokens."""
         newest = self._recent[-1]
@@ -454,22 +437,14 @@ class TerminalTracker(Tracker):
         ]
 
     def _learning(self) -> list[ViewRow]:
-        """Return a line about the rewards of each task; of several, with its other numbers."""
-        recent = list(self._recent)  # another thread draws
-        tasks = sorted({task for metrics in recent for task in _tasks_of(metrics)})
-        if len(self._tasks) < 2:
-            known = [self._reward("reward", self._rewards[task]) for task in tasks if task in self._rewards]
-            beside = [each for task in tasks for each in _beside_reward(task, recent[-1]).items()]
-            return known + [(name, value, Text()) for name, value in beside]
-        rows: list[ViewRow] = []
-        for task in tasks:
+        """Return a line about the rewards of each task, with its other numbers."""
+        recent, rows = list(self._recent), list[ViewRow]()  # another thread draws
+        for task in sorted({task for metrics in recent for task in _tasks_of(metrics)}):
             last = next(metrics for metrics in reversed(recent) if f"groups/{task}" in metrics)
-            numbers = Text(_numbers_of(task, last), style="dim")
-            if not (rewards := self._rewards.get(task)):
-                rows.append((f"reward {task}", "", numbers))
-                continue
-            name, value, picture = self._reward(f"reward {task}", rewards, _TASK_WIDTH)
-            rows.append((name, value, Text.assemble(picture.plain.ljust(_TASK_WIDTH), "  ", numbers)))
+            rewards = self._rewards.get(task, [])
+            bars = sparkline(rewards, min([0.0, *rewards]), max([1.0, *rewards]), _TASK_WIDTH)
+            picture = Text.assemble(bars.ljust(_TASK_WIDTH), "  ", (_numbers_of(task, last), "dim"))
+            rows.append((f"reward {task}", f"{rewards[-1]:.3f}" if rewards else "", picture))
         return rows
 
 
@@ -521,9 +496,9 @@ def _said(messages: Sequence[Mapping[str, Any]]) -> str:
 
 def _numbers_of(task: str, metrics: Mapping[str, float]) -> str:
     """Format the numbers of a task, except its reward."""
-    accuracy, filtered = metrics.get(f"accuracy/{task}"), metrics.get(f"filtered_fraction/{task}")
+    filtered = metrics.get(f"filtered_fraction/{task}")
     numbers = [
-        *([] if accuracy is None else [f"accuracy {accuracy:.0%}"]),
+        *(f"{name} {value}" for name, value in _beside_reward(task, metrics).items()),
         f"{metrics[f'groups/{task}']:.0f} groups",
         f"{metrics[f'completion_tokens/{task}']:.0f} tokens",
         *([] if filtered is None else [f"{filtered:.0%} filtered"]),

@@ -67,7 +67,7 @@ class Trackers:
         self._failed = asyncio.Event()
         self._error: TrackingError | None = None
         self.step = 0
-        self.incidents = IncidentCounts(self._tell, time.monotonic)
+        self.incidents = IncidentCounts(self._tell)
         """Counts the incidents of ``report``, and emits them as events."""
         self._threads: list[TrackerThread] = []
         self._metrics: dict[str, float] = {}

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 from attrs import define, field, frozen
 
 from grpo_core.contracts.errors import ConfigError
-from grpo_core.contracts.typed import checked
 from grpo_core.loop import checkpoint
 from grpo_core.loop.laws import Laws, summary
 from grpo_core.models.files import taken_elsewhere
@@ -66,59 +65,35 @@ def verified(path: Path) -> Verification:
     return Verification(tuple(found), f"{summary(laws)}\n{comparison}")
 
 
-class _Known(TypedDict):
-    """The parts of events that checkpoints are compared with."""
-
-    event: str
-    step: NotRequired[int]
-    manifest: NotRequired[str]
-
-
-@define
-class _Expected:
-    """A checkpoint that the events mention."""
-
-    step: int
-    digest: str
-    optional: bool = False
-    """Whether it may be missing: a resume discarded it."""
-
-
 @define
 class Checkpoints:
     """Compares the checkpoints of a run with its events, by their manifests."""
 
     path: Path
-    _checkpoints: dict[int, list[_Expected]] = field(factory=dict)
-    """By step; a step that was reached again is saved again."""
+    _saved: dict[int, list[str]] = field(init=False, factory=dict)
+    """Digests of the manifests by step; a step that was reached again is saved again."""
+    _needed: set[int] = field(init=False, factory=set)
+    """Steps whose checkpoints no resume has discarded."""
     _saving: int | None = None
     """Step of a checkpoint that may be complete without an event, because its process was killed."""
 
     def observe(self, event: Mapping[str, Any]) -> None:
         """Account for an event."""
-        match checked(event, _Known)["event"]:
+        match event["event"]:
             case "Opened":
-                self._forget(event["step"])
-            case "RunStarted" if event["manifest"]:  # saved by a process that was killed before the event
-                self._saved(event["step"], event["manifest"])
+                self._needed = {step for step in self._needed if step <= event["step"]}
             case "Saving":
                 self._saving = event["step"]
-            case "Saved":
-                self._saved(event["step"], event["manifest"])
-                self._saving = None
+            case "RunStarted" | "Saved" as name if event["manifest"] or name == "Saved":
+                # a run may start from one that was saved by a process that was killed before the event
+                self._saved.setdefault(event["step"], []).append(event["manifest"])
+                self._needed.add(event["step"])
+                self._saving = None if name == "Saved" else self._saving
 
     def summary(self) -> str:
         """Return what was compared, in one line."""
         number = len(checkpoint.complete_names(self.path / "checkpoints"))
         return f"{number} checkpoints are as the run wrote them"
-
-    def _forget(self, step: int) -> None:
-        """Drop expectations after the step from which the run continues."""
-        for expected in (each for saved in self._checkpoints.values() for each in saved):
-            expected.optional |= expected.step > step
-
-    def _saved(self, step: int, manifest: str) -> None:
-        self._checkpoints.setdefault(step, []).append(_Expected(step, manifest))
 
     def compare(self) -> Iterator[str]:
         """Yield the differences."""
@@ -126,20 +101,19 @@ class Checkpoints:
         found = checkpoint.complete_names(folder)
         for step, directory in found:
             name = f"checkpoints/{directory.name}"
-            expected = self._checkpoints.get(step, [])
-            if expected and all(each.optional for each in expected):
+            expected = self._saved.get(step, [])
+            if expected and step not in self._needed:
                 continue  # the run was continued from an earlier one, because this one was damaged
             if (fault := checkpoint.fault(directory)) is not None:
                 yield f"{name}: {fault}"
                 continue
             known = expected if directory.name.endswith(REPLACED) else expected[-1:]
-            fits = checkpoint.manifest_digest(directory) in {each.digest for each in known}
+            fits = checkpoint.manifest_digest(directory) in known
             if not fits and (step != self._saving or checkpoint.read_step(directory) != step):
                 yield (
                     f"{name} is not the one that the run saved"
                     if expected
                     else f"{name} was not saved by the run"
                 )
-        needed = [step for step, saved in self._checkpoints.items() if not saved[-1].optional]
-        if needed and not any(step >= max(needed) for step, _ in found):
-            yield f"checkpoints/step-{max(needed):06d}, the newest one, is missing"
+        if self._needed and not any(step >= max(self._needed) for step, _ in found):
+            yield f"checkpoints/step-{max(self._needed):06d}, the newest one, is missing"

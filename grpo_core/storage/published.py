@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Self, TypedDict
+from typing import Self
 
-from attrs import asdict, fields, frozen
+from attrs import asdict, frozen
 
 from grpo_core.contracts import typed
 from grpo_core.contracts.errors import ModelError
@@ -25,19 +25,11 @@ FILE = "published.json"
 _SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class _Saved(TypedDict):
-    version: typed.Count
-    sent: str
-    dtype: str
-    merged: str
-    tensors: dict[str, tuple[str, int | None]]
-
-
 @frozen(kw_only=True)
 class Published:
     """The tensors of a version as the engine of training held them."""
 
-    version: int
+    version: typed.Count
     sent: str
     """Dtype of the weights when they were published; integers and buffers may have another one."""
     dtype: str
@@ -79,11 +71,7 @@ class Published:
     def read(cls, directory: Path) -> Self | None:
         """Read the record in a directory of weights; None if there is none.  Raises CheckpointError."""
         path = directory / FILE
-        if not path.is_file():
-            return None
-        saved = typed.read(path, _Saved)
-        values = {each.name: saved[each.name] for each in fields(cls)}  # type: ignore[literal-required]
-        return cls(**values | {"tensors": {name: tuple(info) for name, info in saved["tensors"].items()}})
+        return typed.read(path, cls) if path.is_file() else None
 
     def write(self, disk: Disk, directory: Path) -> None:
         """Write the record next to the weights, and the dtype to config.json, for transformers."""

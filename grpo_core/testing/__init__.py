@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from grpo_core.plugins.lazy import attach
 
 if TYPE_CHECKING:
-    from grpo_core.contracts.completions import check_completions as check_completions
+    from grpo_core.contracts.playing import check_completions as check_completions
     from grpo_core.demo.demonstrations import demonstrations as demonstrations
     from grpo_core.testing import strategies as strategies
     from grpo_core.testing.clock import run as run

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import asdict
 from torch import Tensor
 
 from grpo_core.contracts.errors import CheckpointError, one_line
@@ -131,14 +132,14 @@ class Checkpointer:
                 random[name] = tensor
             else:
                 state[name] = self._ranks.part(tensor, by_name[name.rpartition("/")[0]])
-        self._restore_random(random, about["files"])
+        self._restore_random(random, about.files)
         self._model.restore_kept(kept)
-        self._optimizers.restore(state, about, self._device)
-        if self._entropy is not None and "entropy" in about:
-            coefficient, self._entropy.measured, chosen = about["entropy"]
+        self._optimizers.restore(state, asdict(about), self._device)
+        if self._entropy is not None and about.entropy is not None:
+            coefficient, self._entropy.measured, chosen = about.entropy
             if chosen == self._chosen:  # otherwise it begins at the value chosen for this start
                 self._entropy.coefficient = coefficient
-        return int(about["version"])
+        return about.version
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

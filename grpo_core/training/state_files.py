@@ -9,8 +9,9 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
+from attrs import frozen
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -21,15 +22,16 @@ from grpo_core.contracts.typed import Count
 ABOUT = "state.json"
 
 
-class About(TypedDict):
+@frozen
+class About:
     """The saved values that are not tensors."""
 
     version: Count
     files: Count
     optimizer: str
-    numbers: dict[str, float | bool | str | None]
-    twins: dict[str, str]
-    entropy: NotRequired[tuple[float, float | None, float]]
+    numbers: Mapping[str, float | bool | str | None]
+    twins: Mapping[str, str]
+    entropy: tuple[float, float | None, float] | None = None
 
 
 def write_state(
@@ -53,7 +55,7 @@ def read_state(directory: Path) -> Iterator[tuple[str, Tensor]]:
 
     Raises OSError, ValueError or SafetensorError if files are missing or incomplete.
     """
-    expected, files = read_about(directory)["files"], sorted(directory.glob("state*.safetensors"))
+    expected, files = read_about(directory).files, sorted(directory.glob("state*.safetensors"))
     if len(files) != expected:
         raise ValueError(f"there are {len(files)} of {expected} files in {directory}")
     for file in files:

@@ -499,11 +499,7 @@ class Validation:
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the strategies, by set.  Raises PluginError if one is not JSON."""
         states = {part: plugin_state(self.strategies[part.name], part.who) for part in self.parts}
-        return {
-            part.name: {"strategy": part.config.name, "state": state}
-            for part, state in states.items()
-            if state is not None
-        }
+        return {part.name: (part.config.name, state) for part, state in states.items() if state is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Continue from a checkpoint; return messages about strategies that are new since then.
@@ -512,9 +508,9 @@ class Validation:
         """
         notes = []
         for part in self.parts:
-            saved = state.get(part.name)
-            if saved is not None and saved["strategy"] == part.config.name:
-                load_plugin_state(self.strategies[part.name], part.who, saved["state"])
-            elif saved is not None:
-                notes.append(f"{part.who} is new since the checkpoint, which is of {saved['strategy']!r}")
+            strategy, saved = state.get(part.name, ("", None))
+            if strategy == part.config.name:
+                load_plugin_state(self.strategies[part.name], part.who, saved)
+            elif strategy:
+                notes.append(f"{part.who} is new since the checkpoint, which is of {strategy!r}")
         return notes

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from attrs import frozen
 
-from grpo_core.contracts.completions import check_completions
+from grpo_core.contracts.playing import check_completions
 from grpo_core.contracts.records import Batch, Completion, GenerationRequest, Group, Prompt, Rollout, Segment
 from grpo_core.contracts.tokens import Tokens, as_ids
 from grpo_core.engines import wire

@@ -39,8 +39,7 @@ from grpo_core.loop.pipeline import Pipeline, Written
 from grpo_core.loop.timeline import Timeline, taken_down
 from grpo_core.plugins.host import PluginHost
 from grpo_core.reporting import trackers
-from grpo_core.reporting.files import FilesTracker
-from grpo_core.reporting.room import DiskRoom
+from grpo_core.reporting.files import DiskRoom, FilesTracker
 from grpo_core.storage.run_directory import RunDirectory
 from grpo_core.testing import clock
 from grpo_core.validation.runner import HeldOut

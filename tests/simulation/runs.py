@@ -63,7 +63,7 @@ from grpo_core.loop.pipeline import Checks, Learning, Pipeline, Playing, Schedul
 from grpo_core.loop.rollout import LostBudget, SamplingParams
 from grpo_core.loop.rows import group as group_advantages
 from grpo_core.loop.versions import Interval
-from grpo_core.processes.garbage import spare_the_collector
+from grpo_core.processes.memory import spare_the_collector
 from grpo_core.reporting.files import plain
 from grpo_core.testing import clock
 from grpo_core.validation.runner import Context, HeldOut, Results, Validation

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from grpo_core.contracts.completions import check_request
 from grpo_core.contracts.errors import EngineError, ModelError, WeightSyncError
+from grpo_core.contracts.playing import check_request
 from grpo_core.contracts.records import Completion, EngineSetup, GenerationRequest, Weights
 from grpo_core.engines.local.batch import EngineModel
 from grpo_core.engines.local.decoder import Decoder, SeparateCalls

@@ -14,7 +14,7 @@ from test_agent_sessions import a_play
 from test_segments import Renderer
 
 from grpo_core import Completion, EngineError, Limits
-from grpo_core.kit import Client
+from grpo_core.kit import services
 from grpo_plugin_agents.dialects.reading import ignored_fields
 
 THOUGHT = "<think>is it 2?</think>"
@@ -261,7 +261,7 @@ class Served:
     """An engine whose tokens come from the server's completions."""
 
     def __init__(self, url, forced):
-        self.client, self.forced = Client(url, who="oracle", seconds=120.0), forced
+        self.client, self.forced = services.Client(url, who="oracle", seconds=120.0), forced
 
     async def generate(self, requests):
         return [await self.one(request) for request in requests]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import inf
 from statistics import fmean
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, get_args
 
 from attrs import asdict, define, field
 
@@ -16,7 +16,7 @@ from grpo_core import (
     ValidationContext,
     mean_with_interval,
 )
-from grpo_core.kit import Count, checked, derive_seed
+from grpo_core.kit import derive_seed, typed
 from grpo_plugin_algorithms.comparison import Comparison, Decision, decided
 from grpo_plugin_algorithms.strategies import Mode
 
@@ -31,19 +31,11 @@ SHARES = ("accuracy", "accuracy_low", "accuracy_high")
 OUTCOMES = {"better": 1.0, "equal": 0.0, "worse": -1.0}
 
 
-class SavedStandard(TypedDict):
-    """The standard of a task in the state of ``Paired``."""
-
-    version: Count
-    scores: dict[str, dict[str, float]]
-    missing: dict[str, float]
-
-
 @define(eq=False)
 class Scored:
     """The scores of a version by prompt."""
 
-    version: int
+    version: typed.Count
     scores: dict[str, dict[str, float]] = field(factory=dict)
     """Scores of each prompt that has a scored rollout."""
     missing: dict[str, float] = field(factory=dict)
@@ -157,12 +149,7 @@ class Paired(ScoringStrategy):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the standard of each task."""
-        self._standards = {
-            task: Scored(
-                one["version"], {id: dict(scores) for id, scores in one["scores"].items()}, one["missing"]
-            )
-            for task, one in checked(state, dict[str, SavedStandard]).items()
-        }
+        self._standards = typed.checked(state, dict[str, Scored])
 
     async def _measure(self, context: ValidationContext, task: str) -> dict[str, float]:
         prompts = sorted(context.prompts[task], key=lambda prompt: derive_seed("paired", task, prompt.id))

@@ -9,7 +9,7 @@ from typing import Any
 
 from attrs import asdict, define, field, frozen
 
-from grpo_core.contracts.errors import shortened
+from grpo_core.contracts.errors import one_line, shortened
 from grpo_plugin_audit.rejudging import Judged
 
 LARGEST = 10
@@ -139,7 +139,7 @@ def _change(step: int, each: Judged) -> Change:
         before=each.stored.reward,
         after=each.reward,
         seed=each.stored.seed,
-        reply=shortened(" ".join(str(last.get("content") or "").split()), 300),
+        reply=one_line(last.get("content") or ""),
         error=each.error,
     )
 
@@ -225,7 +225,7 @@ def _notes(difference: TaskDifference, missing: Sequence[str], others: Sequence[
     if difference.failed:
         yield f"  {difference.failed:,} rollouts had a reward, and could not be judged:"
         for error, number in difference.errors.most_common(3):
-            yield f"    {number:,} times: {shortened(' '.join(error.split()), 300)}"
+            yield f"    {number:,} times: {one_line(error)}"
 
 
 def _prompts(ids: Sequence[str]) -> str:

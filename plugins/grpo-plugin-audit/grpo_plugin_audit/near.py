@@ -30,7 +30,7 @@ def nearly_leaked(train: Sequence[str], held_out: Sequence[str]) -> dict[int, in
     Two texts are near duplicates if they have the same figures in the same order, and at least ``ALIKE`` of
     their shingles (three consecutive words) are common.  Different figures make a different exercise.
     Shingles of many texts belong to a template and are ignored, so that two exercises of a template are not
-    duplicates.  Exact duplicates are found by ``leakage.leaked`` of the core.
+    duplicates.  Exact duplicates are found by ``leaked`` of the core.
 
     Memory depends on the held-out texts only.  Each training text is read once, and most of them are skipped
     because of their figures.

@@ -7,7 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from grpo_core import Prompt
-from grpo_core.data import leakage
+from grpo_core.data.prompts import digest, leaked
+from grpo_core.data.prompts import text_of as whole_text
 from grpo_plugin_audit.near import nearly_leaked
 from grpo_plugin_audit.records import Finding, Rate, Severity, Solution, bare, short, text_of
 from grpo_plugin_audit.rewards import SURE, not_applicable
@@ -34,7 +35,7 @@ def _identity(prompt: Prompt, turns: int) -> int:
     A later turn may depend on ``info``, for example on a seed.
     """
     held = repr((prompt.answer, sorted(prompt.info.items(), key=lambda each: each[0]))) if turns > 1 else ""
-    return hash((leakage.digest(prompt), held))
+    return hash((digest(prompt), held))
 
 
 def split_leakage(train: Sequence[Prompt], held_out: Sequence[Prompt], turns: int) -> Finding:
@@ -43,14 +44,14 @@ def split_leakage(train: Sequence[Prompt], held_out: Sequence[Prompt], turns: in
     if not held_out:
         return not_applicable(check, title, 'prompts("validation") is empty: nothing will be measured')
     some = held_out[:MEASURED]
-    both = leakage.leaked([_identity(p, turns) for p in train], [_identity(p, turns) for p in some])
+    both = leaked([_identity(p, turns) for p in train], [_identity(p, turns) for p in some])
     compared = train[:: max(1, len(train) // COMPARED)]
     near: dict[int, int] = {}
     if turns == 1:
-        found = nearly_leaked(*([leakage.text_of(p) for p in each] for each in (compared, some)))
+        found = nearly_leaked(*([whole_text(p) for p in each] for each in (compared, some)))
         near = {index: other for index, other in found.items() if index not in set(both)}
     rate, nearly = Rate(len(both), len(some)), Rate(len(near), len(some))
-    begun = both if turns == 1 else leakage.leaked(map(leakage.digest, train), map(leakage.digest, some))
+    begun = both if turns == 1 else leaked(map(digest, train), map(digest, some))
     alike = len(begun) - len(both)
     severity: Severity = "noted" if alike else "passed"
     evidence = ""

@@ -6,13 +6,13 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 from attrs import define, field
 
 import grpo_core as grpo
-from grpo_core.kit import Count, checked
+from grpo_core.kit import typed
 from grpo_plugin_curriculum.weighted import Observing, Weighted
 
 
@@ -88,12 +88,6 @@ class Schedule(Weighted):
                 "[[step, weight], ...] with rising steps, as in [[0, 1.0], [50, 0.2]]"
             )
         return [(float(step), self.checked(task, weight)) for step, weight in given]
-
-
-class SavedRates(TypedDict):
-    """The state of a ``Curriculum``, without its random state."""
-
-    rates: dict[str, list[tuple[Count, float]]]
 
 
 @define(eq=False, slots=False)
@@ -174,5 +168,5 @@ class Curriculum(Observing):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        found = checked(state, SavedRates)["rates"]
-        self._rates = {task: dict(map(tuple, rates)) for task, rates in found.items()}
+        found = typed.checked(state.get("rates"), dict[str, list[tuple[typed.Count, float]]], "rates")
+        self._rates = {task: dict(rates) for task, rates in found.items()}

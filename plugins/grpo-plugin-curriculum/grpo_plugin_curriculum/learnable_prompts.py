@@ -5,14 +5,14 @@ from __future__ import annotations
 import base64
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
-from attrs import define, field
+from attrs import define, field, frozen
 from numpy.typing import NDArray
 
 import grpo_core as grpo
-from grpo_core.kit import Count, checked
+from grpo_core.kit import typed
 from grpo_plugin_curriculum.weighted import Observing
 
 
@@ -77,7 +77,7 @@ class Rates:
         n = a + prior[1] + self.failures[at] * fade
         return list(zip((a / n).tolist(), (4.0 * a * (n - a) / (n * (n + 1.0))).tolist(), strict=True))
 
-    def state(self) -> SavedEvidence:
+    def state(self) -> dict[str, Any]:
         """Return the evidence as JSON values; unobserved prompts are left out."""
         seen = np.flatnonzero(self.successes + self.failures).astype(np.int32)
         arrays = (seen, self.successes[seen], self.failures[seen], self.at[seen])
@@ -86,31 +86,32 @@ class Rates:
 
     @classmethod
     def of(cls, state: SavedEvidence, half_life: float) -> Rates:
-        rates = cls(state["size"], half_life)
+        rates = cls(state.size, half_life)
         kinds = (np.int32, np.float32, np.float32, np.int32)
         seen, *evidence = (
             np.frombuffer(base64.b64decode(each), kind)
-            for each, kind in zip(state["evidence"], kinds, strict=True)
+            for each, kind in zip(state.evidence, kinds, strict=True)
         )
         rates.successes[seen], rates.failures[seen], rates.at[seen] = evidence
-        successes, failures, at = state["total"]
-        rates.total = [successes, failures, at]
+        rates.total = list(state.total)
         return rates
 
 
-class SavedEvidence(TypedDict):
+@frozen
+class SavedEvidence:
     """The state of ``Rates``."""
 
-    size: Count
-    evidence: list[str]
-    total: list[float]
+    size: typed.Count
+    evidence: Sequence[str]
+    total: tuple[float, float, float]
 
 
-class SavedPrompts(TypedDict):
+@frozen
+class SavedPrompts:
     """The state of ``LearnablePrompts``, without its random state."""
 
-    rates: dict[str, SavedEvidence]
-    drawn_at: dict[str, dict[str, tuple[Count, Count]]]
+    rates: Mapping[str, SavedEvidence]
+    drawn_at: Mapping[str, Mapping[str, tuple[typed.Count, typed.Count]]]
 
 
 @define(eq=False, slots=False)
@@ -225,8 +226,8 @@ class LearnablePrompts(Observing):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        found = checked(state, SavedPrompts)
-        self._rates = {task: Rates.of(its, self.half_life) for task, its in found["rates"].items()}
+        found = typed.checked(state, SavedPrompts)
+        self._rates = {task: Rates.of(its, self.half_life) for task, its in found.rates.items()}
         self._drawn_at = {
-            task: {id: list(entry) for id, entry in its.items()} for task, its in found["drawn_at"].items()
+            task: {id: list(entry) for id, entry in its.items()} for task, its in found.drawn_at.items()
         }

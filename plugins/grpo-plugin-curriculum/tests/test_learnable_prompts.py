@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.contracts.records import Group, Prompt, Rollout, SampleRequest
+from grpo_core.contracts.typed import checked
 from grpo_core.data.loaders import IndexedLoader
 from grpo_core.data.samplers import PromptStream, RoundRobin
 from grpo_core.loop.laws import Laws
 from grpo_core.reporting.files import plain
 from grpo_core.testing import prompts
-from grpo_plugin_curriculum.learnable_prompts import LearnablePrompts, Rates
+from grpo_plugin_curriculum.learnable_prompts import LearnablePrompts, Rates, SavedEvidence
 from grpo_plugin_devkit.samplers import check_sampler
 
 N = 40
@@ -142,7 +143,7 @@ def test_the_state_of_rates_is_exact(heard: list[tuple[int, ...]]) -> None:
     rates = Rates(4, 20.0)
     for place, successes, failures, step in heard:
         rates.observe(place, successes, failures, step)
-    again = Rates.of(json.loads(json.dumps(rates.state())), 20.0)
+    again = Rates.of(checked(json.loads(json.dumps(rates.state())), SavedEvidence), 20.0)
     prior = rates.prior(2.0)
     assert again.expected(range(4), 120, prior) == rates.expected(range(4), 120, prior)
     assert again.total == rates.total

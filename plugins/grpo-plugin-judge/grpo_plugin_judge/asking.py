@@ -10,7 +10,7 @@ from typing import Any
 from attrs import field, frozen
 
 import grpo_core as grpo
-from grpo_core.kit import Client, ServiceError, retried, said
+from grpo_core.kit import services
 from grpo_plugin_judge.cache import Cache, key_of
 
 KEYS = ("model", "url", "key_variable", "parameters", "name")
@@ -90,7 +90,7 @@ class Asker:
         self.judge = judge
         self._cache, self._pace, self._retries = cache, pace, retries
         key = os.environ.get(judge.key_variable, "")
-        self._client = Client(
+        self._client = services.Client(
             judge.url, who=f"judge {judge.model}", key=key, seconds=timeout, busy=BUSY, largest=LARGEST
         )
 
@@ -131,15 +131,15 @@ class Asker:
                 return whole(answer.json(dict)["choices"][0])
             except (LookupError, TypeError, AttributeError) as error:
                 wrong = f"{type(error).__name__}: {error}"
-                raise ServiceError(
-                    f"{answer.what}: expected a chat completion, got {said(answer.text)} ({wrong})"
+                raise services.ServiceError(
+                    f"{answer.what}: expected a chat completion, got {services.said(answer.text)} ({wrong})"
                 ) from None
             except ValueError as error:
-                raise ServiceError(f"{answer.what}: {error}") from None
+                raise services.ServiceError(f"{answer.what}: {error}") from None
 
         try:
-            return await retried(attempt, self._retries, grpo.Unavailable)
-        except (grpo.Unavailable, ServiceError) as error:
+            return await services.retried(attempt, self._retries, grpo.Unavailable)
+        except (grpo.Unavailable, services.ServiceError) as error:
             raise NoScore(f"{self.judge.model} did not answer: {error}") from error
 
 
@@ -155,11 +155,11 @@ def whole(choice: Mapping[str, Any]) -> str:
     text, reason = choice["message"]["content"], choice.get("finish_reason")
     if str(reason or "").lower() not in WHOLE:
         more = "; parameters.max_tokens is its limit" if reason == "length" else ""
-        raise ValueError(f"its answer is not whole, finish_reason is {said(repr(reason))}{more}")
+        raise ValueError(f"its answer is not whole, finish_reason is {services.said(repr(reason))}{more}")
     if refusal := choice["message"].get("refusal"):
-        raise ValueError(f"it refuses: {said(repr(refusal))}")
+        raise ValueError(f"it refuses: {services.said(repr(refusal))}")
     if not isinstance(text, str):
-        raise ValueError(f"expected a text, got {said(repr(text))}")
+        raise ValueError(f"expected a text, got {services.said(repr(text))}")
     return text
 
 

@@ -8,8 +8,7 @@ from typing import Any
 from attrs import define, field
 
 import grpo_core as grpo
-from grpo_core import kit
-from grpo_core.kit import NotSent, ServiceError, retried
+from grpo_core.kit import services
 
 BUSY = frozenset({429, 503})
 """Statuses that ask to retry later: the request had no effect."""
@@ -47,7 +46,9 @@ class Client:
     def __init__(self, url: str, key: str, timeout: float, retries: int) -> None:
         self._retries = retries
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._client = kit.Client(url, who="nemo_gym", key=key, seconds=timeout, busy=BUSY, largest=LARGEST)
+        self._client = services.Client(
+            url, who="nemo_gym", key=key, seconds=timeout, busy=BUSY, largest=LARGEST
+        )
         self.aclose = self._client.aclose
 
     async def post(self, path: str, body: Any, session: Session) -> dict[str, Any]:
@@ -57,22 +58,22 @@ class Client:
             raise Refused(str(answer.refused()))
         try:
             return answer.json(dict)
-        except ServiceError as error:
+        except services.ServiceError as error:
             raise Refused(f"{error}; is this a resources server of NeMo Gym?") from None
 
     async def answer(
         self, path: str, body: Any, session: Session, headers: Mapping[str, str] | None = None
-    ) -> kit.Answer:
+    ) -> services.Answer:
         """Return the answer with any status.  Raises Unavailable, SessionLost."""
 
-        def attempt() -> Awaitable[kit.Answer]:
+        def attempt() -> Awaitable[services.Answer]:
             return self._client.post(path, body, cookies=session.cookies, headers=headers)
 
         try:
-            answer = await retried(attempt, self._retries)
-        except NotSent as error:
+            answer = await services.retried(attempt, self._retries)
+        except services.NotSent as error:
             raise grpo.Unavailable(f"{error} ({self._retries + 1} attempts)") from error
-        except (ServiceError, grpo.Unavailable) as error:  # it may have changed the session
+        except (services.ServiceError, grpo.Unavailable) as error:  # it may have changed the session
             raise grpo.SessionLost(str(error)) from error
         session.cookies |= answer.cookies
         return answer

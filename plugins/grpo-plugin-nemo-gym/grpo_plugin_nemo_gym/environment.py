@@ -13,7 +13,7 @@ from typing import Any
 from attrs import define, field
 
 import grpo_core as grpo
-from grpo_core.kit import ServiceError, checked
+from grpo_core.kit import services, typed
 from grpo_plugin_nemo_gym.client import Client, Refused, Session
 from grpo_plugin_nemo_gym.responses import items_of, messages_of, response_of, tools_of
 
@@ -229,15 +229,15 @@ class NeMoGym(grpo.Environment):
         answer = await self._client.answer(session.mcp_path, body, session, headers)
         try:
             said = answer.json(dict) if answer.status == 200 else {}
-            found: list[dict[str, Any]] = checked(said["result"].get(key, []), list[dict[str, Any]])
+            found: list[dict[str, Any]] = typed.checked(said["result"].get(key, []), list[dict[str, Any]])
             return found
-        except (ValueError, KeyError, AttributeError, ServiceError) as error:
+        except (ValueError, KeyError, AttributeError, services.ServiceError) as error:
             raise grpo.SessionLost(f"{answer.refused()} ({method})") from error
 
     def _part(self, value: Any, kind: Any, path: str) -> Any:
         """Return a part of an answer.  Raises Refused if it has another type."""
         try:
-            return checked(value, kind)
+            return typed.checked(value, kind)
         except ValueError as error:
             raise Refused(f"nemo_gym: POST {self._url}{path}: {error}") from error
 

@@ -361,7 +361,7 @@ def test_a_prompt_with_an_image_is_refused():
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr("grpo_core.processes.client.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("grpo_core.processes.services.FIRST_PAUSE", 0.01)
 
 
 @pytest.mark.usefixtures("impatient")

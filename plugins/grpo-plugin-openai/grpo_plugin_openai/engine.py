@@ -23,7 +23,7 @@ from grpo_core import (
     TextEngine,
     Unavailable,
 )
-from grpo_core.kit import Client, MessageError, Service, ServiceError, normalised, said
+from grpo_core.kit import Service, normalised, services
 from grpo_plugin_openai.progress import Progress
 from grpo_plugin_openai.replies import Replies, digest
 
@@ -87,7 +87,7 @@ class OpenAIEngine(TextEngine):
         extra: Mapping[str, Any] | None = None,
         replies: str = "runs/openai",
     ) -> None:
-        self._client = Client(
+        self._client = services.Client(
             base_url or OPENAI, who="engine openai", key=os.environ.get(key, ""), seconds=timeout, busy=BUSY
         )
         self._service = Service(model, unavailable_for, key="engine.options.unavailable_for")
@@ -164,7 +164,7 @@ class OpenAIEngine(TextEngine):
             return answer.json(dict)
         except Unavailable as error:  # if it is the last one, the service is available to others
             raise EngineError(str(error)) from error
-        except ServiceError as error:
+        except services.ServiceError as error:
             # an answer that cannot be read costs one reply; whatever else it is, all others would be it, too
             raise (EngineError if error.status == 200 else PluginError)(str(error)) from error
 
@@ -198,9 +198,9 @@ def _read(answer: Mapping[str, Any], url: str, stops: Sequence[str]) -> tuple[Re
         thought = next((given[name] for name in THOUGHTS if given.get(name)), None)
         empty = given.get("content") is None and not calls and not thought
         if refusal := given.get("refusal"):
-            raise EngineError(f"{url}: the model refused: {said(str(refusal))}")
+            raise EngineError(f"{url}: the model refused: {services.said(str(refusal))}")
         if reason not in CUT_OFF and (reason not in WHOLE or empty):
-            raise EngineError(f"{url}: the reply is withheld (finish_reason {said(repr(reason))})")
+            raise EngineError(f"{url}: the reply is withheld (finish_reason {services.said(repr(reason))})")
         message: dict[str, Any] = {"role": "assistant", "content": given.get("content") or ""}
         if thought:
             message["reasoning_content"] = str(thought)
@@ -216,10 +216,10 @@ def _read(answer: Mapping[str, Any], url: str, stops: Sequence[str]) -> tuple[Re
             completion_tokens=max(0, int(usage.get("completion_tokens") or 0)),
         )
         return reply, max(0, int(usage.get("prompt_tokens") or 0))
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, MessageError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise EngineError(
-            f"{url} did not answer with a chat completion: {said(json.dumps(answer))} "
-            f"({type(error).__name__}: {said(str(error))})"
+            f"{url} did not answer with a chat completion: {services.said(json.dumps(answer))} "
+            f"({type(error).__name__}: {services.said(str(error))})"
         ) from None
 
 

@@ -6,12 +6,12 @@ import asyncio
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any
 
-from attrs import define
+from attrs import define, field, frozen
 
 import grpo_core as grpo
-from grpo_core.kit import Client, NotSent, ServiceError, checked, retried
+from grpo_core.kit import services, typed
 from grpo_plugin_openenv.actions import Actions
 from grpo_plugin_openenv.connection import FULL, LARGEST, RAISED, WRONG_ACTION, Connection, Rejected
 
@@ -26,11 +26,12 @@ HIDDEN = ("done", "reward", "metadata")
 """Fields of an observation that the model does not see."""
 
 
-class Schema(TypedDict, total=False):
+@frozen
+class Schema:
     """The relevant part of the JSON schema of actions."""
 
-    properties: dict[str, dict[str, Any]]
-    required: list[str]
+    properties: Mapping[str, Mapping[str, Any]] = field(factory=dict)
+    required: Sequence[str] = ()
 
 
 @define(eq=False)
@@ -229,22 +230,22 @@ class OpenEnv(grpo.Environment):
         finally:
             await client.aclose()
 
-    async def _begins(self, client: Client, reset: Mapping[str, Any]) -> str:
+    async def _begins(self, client: services.Client, reset: Mapping[str, Any]) -> str:
         connection, said = await self._connected(client, reset)
         await connection.close()
         return said
 
-    async def _connected(self, client: Client, reset: Mapping[str, Any]) -> tuple[Connection, str]:
+    async def _connected(self, client: services.Client, reset: Mapping[str, Any]) -> tuple[Connection, str]:
         """Open and reset a session; return it and its observation.  Raises Unavailable, PluginError."""
         number = self._retries + 1
         try:
-            return await retried(lambda: self._once(client, reset), self._retries)
-        except NotSent as error:
+            return await services.retried(lambda: self._once(client, reset), self._retries)
+        except services.NotSent as error:
             raise grpo.Unavailable(f"{error} ({number} attempts)") from error
-        except ServiceError as error:
+        except services.ServiceError as error:
             raise grpo.PluginError(str(error)) from error
 
-    async def _once(self, client: Client, reset: Mapping[str, Any]) -> tuple[Connection, str]:
+    async def _once(self, client: services.Client, reset: Mapping[str, Any]) -> tuple[Connection, str]:
         socket = await client.connect("/ws")
         connection = Connection(socket, self._timeout)
         try:
@@ -252,21 +253,24 @@ class OpenEnv(grpo.Environment):
         except BaseException as error:
             await connection.close()
             if isinstance(error, Rejected) and error.code == FULL:
-                raise NotSent(
+                raise services.NotSent(
                     f"{error}; max_concurrent_envs of the server is its number of sessions"
                 ) from error
             if isinstance(error, Rejected):
                 raise grpo.PluginError(f"openenv: reset({dict(reset)}): {error}") from error
             raise
 
-    def _client(self) -> Client:
-        return Client(self._url, who="openenv", headers=self._headers, seconds=self._timeout, largest=LARGEST)
+    def _client(self) -> services.Client:
+        return services.Client(
+            self._url, who="openenv", headers=self._headers, seconds=self._timeout, largest=LARGEST
+        )
 
     def _schema(self) -> Mapping[str, Any]:
         """Return the JSON schema of actions.  Raises ConfigError if no server of OpenEnv answers."""
         try:
             described = grpo.fetch_json(f"{self._url}/schema", headers=self._headers)
-            action: Mapping[str, Any] = checked(described["action"], Schema)
+            action: Mapping[str, Any] = described["action"]
+            typed.checked(action, Schema)
         except grpo.Unavailable as error:
             raise grpo.ConfigError(
                 f"openenv: no server answers at {self._url} ({error}). Start it (python -m server.app in the "

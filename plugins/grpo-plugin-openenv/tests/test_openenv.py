@@ -104,7 +104,7 @@ def observation(text, reward, done=False):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr("grpo_core.processes.client.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("grpo_core.processes.services.FIRST_PAUSE", 0.01)
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import grpo_core
-from grpo_core import EngineError, Unavailable, kit
-from grpo_core.kit import Answer, NotSent, ServiceError
+from grpo_core import EngineError, Unavailable
+from grpo_core.kit import services
 
 NAME = "engine vllm:http"
 """Name of the engine in messages."""
@@ -51,7 +51,7 @@ class Client:
         remote: bool,
         api_key: str = "",
     ) -> None:
-        self._client = kit.Client(
+        self._client = services.Client(
             checked_url(url, remote=remote),
             who=NAME,
             key=api_key,
@@ -93,15 +93,15 @@ class Client:
         answer = await self._call(method, path, **how)
         try:
             return answer.json(object) if answer.text else None
-        except ServiceError as error:
+        except services.ServiceError as error:
             raise ServerError(f"{error}; is this a vLLM server?") from None
 
-    async def _call(self, method: str, path: str, **how: Any) -> Answer:
+    async def _call(self, method: str, path: str, **how: Any) -> services.Answer:
         try:
             answer = await self._client.request(method, path, **how)
-        except NotSent as error:
+        except services.NotSent as error:
             raise UnreachableError(str(error), retry_after=error.retry_after) from error
-        except (ServiceError, Unavailable) as error:
+        except (services.ServiceError, Unavailable) as error:
             raise ServerError(str(error)) from error
         if answer.status != 200:
             raise ServerError(str(answer.refused(HINTS.get(answer.status, ""))))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grpo_core import Completion, EngineError, FinishReason, GenerationRequest
-from grpo_core.kit import said
+from grpo_core.kit import services
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -83,9 +83,10 @@ def checked(
         or min(lengths, default=0) < 0
         or finish_reason not in ("stop", "length")
     ):
+        held, why = services.said(str([span[1:] for span in spans])), services.said(repr(finish_reason))
         raise EngineError(
             f"engine vllm: {len(token_ids)} tokens, {len(logprobs)} logprobs, versions of the tokens "
-            f"{said(str([span[1:] for span in spans]))}, finish reason {said(repr(finish_reason))}; "
+            f"{held}, finish reason {why}; "
             "expected one of each for each token, in order, and stop or length"
         )
     versions = np.repeat(np.array([version for version, _, _ in spans], np.int32), lengths)

@@ -21,7 +21,7 @@ from urllib.parse import urljoin, urlsplit
 
 from attrs import field, frozen
 
-from grpo_core.contracts.errors import ConfigError, GrpoError, Unavailable, shortened
+from grpo_core.contracts.errors import ConfigError, GrpoError, Unavailable, one_line
 from grpo_core.contracts.unicode import inert, well_formed
 from grpo_core.text.untrusted import read_body, read_json
 
@@ -92,7 +92,7 @@ class Answer:
 
 def said(text: str) -> str:
     """Return what a server says as one line without control characters, cut."""
-    return shortened(inert(" ".join(text.split())), LONGEST)
+    return inert(one_line(text, LONGEST))
 
 
 class Client:
