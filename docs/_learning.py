@@ -29,6 +29,12 @@ ARMS = {
     "arrivals": [(0, "off"), (2, "token_truncate"), (2, "off"), (4, "token_truncate"), (4, "off")],
 }
 """Settings of each task that the picture shows."""
+WAYS = {
+    "rewards (GRPO)": (0, "grpo"),
+    "rewards, as cool as hints": (0, "grpo_cooler"),
+    "hints": (0, "hints"),
+}
+"""How SmolLM2 learns sums."""
 NUMBERS, PICTURE, PAGE = DOCS / "learning.json", DOCS / "learning.svg", DOCS / "learning.md"
 WINDOW = 10
 """Steps whose mean reward is one number of ``reward``."""
@@ -121,6 +127,18 @@ def equivalence(runs: Runs, arm: Arm, other: Arm) -> str:
     )
 
 
+def taught(runs: Runs) -> str:
+    """What hints teach in ten steps and in forty, and rewards."""
+    if not runs:
+        return "No seed is in yet."
+    lines = ["| learns from | seeds | at first | 10 steps | 40 steps |", "|---|---|---|---|---|"]
+    for name, arm in WAYS.items():
+        its = [run["validated"] for run in runs.get(arm, {}).values()]
+        cells = [_cell([run[at] for run in its]) if its else "" for at in (0, 1, -1)]
+        lines.append(f"| {name} | {len(its)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def drawn(task: str) -> Chart:
     """Mean rewards of a task by step."""
     runs, arms = read(task), ARMS[task]
@@ -160,6 +178,7 @@ def page() -> str:
             f"{task}: runs": table(runs),
             f"{task}: equivalence": equivalence(runs, (2, "token_truncate"), SYNCHRONOUS),
         }
+    parts["sums: runs"] = taught(read("sums"))
     return filled(PAGE.read_text(encoding="utf-8"), parts)
 
 

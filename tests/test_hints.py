@@ -219,7 +219,7 @@ def test_a_trainer_that_does_not_score_is_refused(tmp_path: Path) -> None:
     file.write_text("class Mine:\n    def __init__(self, setup): ...\n")
     tables = {"trainer": {"name": f"{file}:Mine"}, "loss": {"name": "self_distillation"}}
     config = build([{"tasks": {"sort": {"env": "math:sort"}}}, tables])
-    with pytest.raises(ConfigError, match=r"needs scores.hinted by the weights 'current', and trainer.name"):
+    with pytest.raises(ConfigError, match=r"needs scores.hinted by the weights 'start', and trainer.name"):
         make(config, PluginHost.discover())
 
 
@@ -282,19 +282,17 @@ def test_the_gradient_reads_the_prompt_without_the_hint(model: str) -> None:
     assert micro.input_ids.tolist()[0] == [*tiny.encode("ab"), *tiny.encode("c")]
     trainer = taught(model)
     read: list[Any] = []
-    trainer.model.policy.module.register_forward_pre_hook(
-        lambda module, args, named: (
-            read.append((torch.is_grad_enabled(), named["input_ids"].numel()))
-            if "input_ids" in named
-            else None
-        ),
-        with_kwargs=True,
-    )
-    base = trainer.model.policy.module.base_model
-    base.register_forward_pre_hook(
-        lambda module, args, named: read.append((torch.is_grad_enabled(), named["input_ids"].numel())),
-        with_kwargs=True,
-    )
+    trained, start = trainer.model.policy.module, trainer.model.kept["start"].module
+    for module in (trained, start):
+        for each in (module, module.base_model):
+            each.register_forward_pre_hook(
+                lambda module, args, named: (
+                    read.append((torch.is_grad_enabled(), named["input_ids"].numel()))
+                    if "input_ids" in named
+                    else None
+                ),
+                with_kwargs=True,
+            )
     trainer.step(batch([given]))
     assert set(read) == {(False, 6), (True, 3)}
 

@@ -11,18 +11,26 @@ class Sums(grpo.Environment):
 
     Args:
         limit: both numbers are smaller.
+        hint: whether prompts have a hint, from which the loss "self_distillation" learns.
+        held_out: prompts of the validation.
     """
 
     success = 1.0
 
-    def __init__(self, limit: int = 30) -> None:
+    def __init__(self, limit: int = 30, hint: bool = False, held_out: int = 200) -> None:
         pairs = [(a, b) for a in range(limit) for b in range(limit)]
         random.Random(0).shuffle(pairs)
-        self._pairs = {"validation": pairs[:200], "train": pairs[200:]}
+        self._pairs = {"validation": pairs[:held_out], "train": pairs[held_out:]}
+        self._hint = "{0} + {1} = {2}\nReply with the number only." if hint else ""
 
     def prompts(self, split):
         return [
-            grpo.Prompt(messages=f"What is {a} plus {b}?", answer=str(a + b)) for a, b in self._pairs[split]
+            grpo.Prompt(
+                messages=f"What is {a} plus {b}?",
+                answer=str(a + b),
+                hint=self._hint.format(a, b, a + b) or None,
+            )
+            for a, b in self._pairs[split]
         ]
 
     def evaluate(self, episodes):

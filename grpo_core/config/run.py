@@ -102,7 +102,7 @@ class ScoreConfig:
         return "" if self.weights in ("start", "current", "ema") else self.weights
 
 
-USUAL_SCORES = {"reference": ScoreConfig(), "hinted": ScoreConfig(weights="current", hint=True)}
+USUAL_SCORES = {"reference": ScoreConfig(), "hinted": ScoreConfig(hint=True)}
 """Scores of which a loss may need one without a table of the configuration."""
 
 

@@ -37,7 +37,7 @@ NEEDS = ("entropy", "entropy_control", "all_rows", "hints", "sequences", "update
 """Needs that a loss can declare, in addition to scores.
 
 ``"scores.NAME"``: ``scores["NAME"]``, as ``[scores.NAME]`` of the configuration defines it.  Without a table,
-"reference" is by the weights of the start, and "hinted" by the current ones in the hinted context.
+"reference" is by the weights of the start, and so is "hinted", in the hinted context.
 ``"entropy"``: ``entropy``, with a gradient.
 ``"entropy_control"``: ``entropy_coefficient``, which the trainer adapts by the loss's metric
 ``bonus_entropy`` and its option ``entropy``; see ``grpo_core.losses.EntropyControl``.

@@ -1,10 +1,13 @@
 """Does asynchronous training learn as well?  Two tasks with several bounds of staleness and corrections.
 
     nice python tests/benchmarks/bench_learning.py NUMBERS.json [--seeds 5] [--jobs 2] [--task sort]
+    nice python tests/benchmarks/bench_learning.py NUMBERS.json --task sums --seeds 3
     python tests/benchmarks/bench_learning.py NUMBERS.json --pace
 
 Hours on two cores.  Each run is kept in NUMBERS.json as it ends: its rewards in windows of ten steps, its
 accuracy in the end, and its mean staleness.  A second call goes on where the first was interrupted.
+The task ``sums`` is another study: SmolLM2-135M learns from rewards, from hints, and from rewards with the
+temperature of the hints.
 ``--pace`` measures the seconds of a step for each bound of staleness instead, in turns, on a machine that
 nobody else uses.
 ``docs/learning.json`` has the numbers of docs/learning.md, which ``docs/_learning.py`` writes.
@@ -26,11 +29,13 @@ from threading import Lock
 from typing import Any
 
 GRPO = Path(sys.executable).with_name("grpo-core")
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples/smollm2"
 WINDOW = 10
 """Steps whose mean reward is kept."""
 ROUNDS, PACED, FIRST_STEPS = 3, 50, 10
 """Runs of each bound by which its pace is measured, their steps, and how many of these do not count."""
-STEPS = {"sort": 200, "arrivals": 120}
+STEPS = {"sort": 200, "arrivals": 120, "sums": 40}
 CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
     "off": {"loss.options.correction": "off"},
     "token_truncate": {"loss.options.correction": "token_truncate"},
@@ -41,6 +46,13 @@ CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
     "generation": {"trainer.proximal": "generation"},
 }
 """The settings of each correction.  The caps are the default, 2."""
+HELD_OUT = {"tasks.sums.options.held_out": 400, "validation.prompts": 400, "validation.every": 10}
+LOSSES: Mapping[str, Mapping[str, Any]] = {
+    "grpo": HELD_OUT,
+    "hints": HELD_OUT | {"rollout.max_tokens": 24, "trainer.prompts_per_step": 32},
+    "grpo_cooler": HELD_OUT | {"rollout.temperature": 0.5},
+}
+"""The settings of each way to learn sums."""
 ARMS: Mapping[str, Mapping[int, tuple[str, ...]]] = {
     "sort": {
         0: ("off",),
@@ -54,11 +66,12 @@ ARMS: Mapping[str, Mapping[int, tuple[str, ...]]] = {
         4: ("token_truncate", "off"),
         1: ("token_truncate",),
     },
+    "sums": {0: tuple(LOSSES)},
 }
 """By task and bound of staleness.  Without staleness a correction only mends rounding."""
 
 Key = tuple[str, int, str, int]
-"""Task, bound of staleness, correction, seed."""
+"""Task, bound of staleness, correction (of sums: way to learn), seed."""
 
 
 def runs(tasks: list[str], seeds: int) -> Iterator[Key]:
@@ -87,14 +100,16 @@ def metrics(key: Key, n: int) -> list[dict[str, Any]]:
         "validation.prompts": 1000,
         "tracking.trackers": '["files"]',
         "tracking.files.every": n,
-        **CORRECTIONS[correction],
+        **{**CORRECTIONS, **LOSSES}[correction],
     }
     with tempfile.TemporaryDirectory() as scratch:
         run = Path(scratch) / task
-        command = [GRPO, "train", "--env", f"math:{task}", "--output", run]
+        example = EXAMPLES / ("hints.toml" if correction == "hints" else "sums.toml")
+        what = [example] if task == "sums" else ["--env", f"math:{task}"]
+        command = [GRPO, "train", *what, "--output", run]
         for name, value in settings.items():
             command += ["--set", f"{name}={value}"]
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         if done.returncode:
             raise SystemExit(f"{key}: {done.stderr[-500:]}")
         return [json.loads(line) for line in (run / "metrics.jsonl").open()]
@@ -102,10 +117,12 @@ def metrics(key: Key, n: int) -> list[dict[str, Any]]:
 
 def summary(task: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     steps = [row for row in rows if f"reward/{task}" in row]
+    validated = [row[name] for row in rows if (name := f"validation/{task}/accuracy") in row]
     windows = [steps[i : i + WINDOW] for i in range(0, len(steps), WINDOW)]
     return {
         "reward": [round(fmean(row[f"reward/{task}"] for row in window), 4) for window in windows],
-        "accuracy": rows[-1][f"validation/{task}/accuracy"],
+        "accuracy": validated[-1],
+        "validated": validated,
         "staleness": round(fmean(row["staleness_mean"] for row in steps), 3),
         "mismatch_kl": round(fmean(row["mismatch_kl"] for row in steps if "mismatch_kl" in row), 5),
     }
@@ -160,9 +177,10 @@ def main() -> None:
         "--pace", action="store_true", help="measure the seconds of a step, and train nothing else"
     )
     given = parser.parse_args()
+    tasks = given.task or ["sort", "arrivals"]
     if given.pace:
-        return measure_pace(given.numbers, given.task or list(STEPS))
-    measure(given.numbers, given.task or list(STEPS), given.seeds, given.jobs)
+        return measure_pace(given.numbers, tasks)
+    measure(given.numbers, tasks, given.seeds, given.jobs)
 
 
 if __name__ == "__main__":
