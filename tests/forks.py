@@ -66,7 +66,7 @@ def grpo(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``grpo-core`` to its end, or kill it after so many seconds."""
     words, variables = [GRPO, *map(str, arguments)], {**os.environ, **environ}
-    if variables.get("PYTHONPATH") != _PATH:
+    if variables.get("PYTHONPATH") != _PATH or sys.platform != "linux":
         return subprocess.run(
             words, cwd=cwd, env=variables, capture_output=True, text=True, timeout=timeout, check=False
         )

@@ -88,7 +88,7 @@ def test_a_plan_that_is_cut_has_written_what_it_saw_and_leaves_no_process(tmp_pa
 def test_the_plans_fit_eight_minutes(tmp_path):
     program = """
 import sys, json, gpu_plan
-for plan in (gpu_plan.first, gpu_plan.second):
+for plan in (gpu_plan.first, gpu_plan.second, gpu_plan.third):
     groups = plan("cuda")
     names = [planned.name for group in groups for planned in group]
     seconds = sum(max(each.seconds for each in group) for group in groups if "Ray" not in group[0].name)
@@ -100,4 +100,4 @@ for plan in (gpu_plan.first, gpu_plan.second):
         repeated, seconds = json.loads(line)
         assert repeated == 0
         assert seconds <= 480
-    assert len(said.splitlines()) == 2
+    assert len(said.splitlines()) == 3

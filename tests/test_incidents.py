@@ -94,7 +94,7 @@ class Heard(Tracker):
 # ---------------------------------------------------------------------------------- counting and merging
 
 
-def test_thousands_of_incidents_are_two_events_and_a_number_for_each_step():
+def test_thousands_of_incidents_in_a_step_are_two_events_and_one_number():
     heard, metrics = Heard(), []
 
     def story(trackers):
@@ -105,11 +105,14 @@ def test_thousands_of_incidents_are_two_events_and_a_number_for_each_step():
                 report("died", "engine 0", "x" * 5_000, fault=Fault("E", "z" * 9_000, "y" * 50_000 + "end"))
                 metrics.append(trackers.incidents.read())
                 trackers.emit(StepEnded(step=step, metrics={}))
-        trackers.incidents.flush()
 
     tracked({"heard": heard}, story)
     told = [(event.step, event.kind, event.count) for event in heard.incidents]
-    assert told == [(0, "retried", 1), (0, "died", 1), (2, "retried", 5_999), (2, "died", 1)]
+    assert told == [
+        (step, kind, count)
+        for step in (0, 1)
+        for kind, count in (("retried", 1), ("died", 1), ("retried", 2_999))
+    ]
     assert heard.incidents[2].message == "call 2999"
     assert metrics == [{"incidents/died": 1.0, "incidents/retried": 3_000.0}] * 2
     died = heard.incidents[1]
@@ -136,12 +139,8 @@ def test_incidents_are_reported_again_after_some_seconds():
         (0.0, "at 0", 1), (60.0, "at 60", 60), (120.0, "at 120", 60), (180.0, "at 180", 60)
     ]  # fmt: skip
     assert counts.read() == {"incidents/retried": 181.0, "incidents/died": 2.0}
-    now[0] = 229.0
+    assert told[-1] == (180.0, "again", 1), "the end of a step tells what is left"
     assert counts.read() == {}
-    assert told[-1] == (180.0, "at 180", 60)
-    now[0] = 230.0
-    counts.read()
-    assert told[-1] == (230.0, "again", 1), "the end of a step tells what is due"
 
 
 def test_what_is_held_back_is_reported_before_the_run_ends():

@@ -6,10 +6,10 @@ With ``GRPO_CORE_TEMPLATES`` set to a folder, its templates with "qwen3" in thei
 from __future__ import annotations
 
 import json
-import subprocess
 
 import pytest
-from test_segments import FORGETS, GIVEN, GRPO, make_tokenizer, train
+from forks import grpo
+from test_segments import FORGETS, GIVEN, make_tokenizer, train
 
 from grpo_core.text.rendering import Renderer
 
@@ -107,7 +107,7 @@ def trained(source, model, cwd, **settings):
     """Train, verify, and return the lines of the metrics."""
     done = train(source, model, cwd, **settings)
     assert done.returncode == 0, done.stdout + done.stderr
-    subprocess.run([GRPO, "verify", cwd / "run"], check=True, capture_output=True)
+    grpo(cwd, "verify", "run").check_returncode()
     return [json.loads(line) for line in (cwd / "run" / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from size import code_lines, counted, sums
 
-LIMITS = {"core": 22_783, "built-in": 5_478, "all distributions": 54_021}
+LIMITS = {"core": 22_424, "built-in": 5_478, "all distributions": 53_640}
 
 
 @pytest.mark.parametrize("part", LIMITS)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
 from attrs import define, evolve, field, frozen
 
@@ -137,25 +137,26 @@ def reported_as(component: str) -> Iterator[None]:
 class IncidentCounts:
     """Counts incidents, and merges those that repeat.
 
-    The first of a kind and component is told at once.  Later ones are told together, every ``EVERY`` seconds.
+    The first of a kind and component is told at once.  Later ones are told together, every ``EVERY`` seconds,
+    and what is left when the counts are read.
     """
 
-    tell: Callable[[Incident, int], None]
-    """Receives an incident, and the number of incidents that it stands for."""
+    tell: Callable[[Any, int], None]
+    """Receives an incident, or an event of one, and the number of incidents that it stands for."""
     clock: Callable[[], float] = time.monotonic
     """Returns the time in seconds."""
     _counts: Counter[str] = field(init=False, factory=Counter)
     """Number of incidents by kind since the last ``read``."""
-    _waiting: dict[Cause, tuple[Incident, int]] = field(init=False, factory=dict)
+    _waiting: dict[Cause, tuple[Any, int]] = field(init=False, factory=dict)
     """The last incident of each cause that was not told, and how many there are."""
     _told: dict[Cause, float] = field(init=False, factory=dict)
     """Time when each cause was told last."""
 
-    def receive(self, incident: Incident) -> None:
-        """Count an incident, and tell it now or later."""
+    def receive(self, incident: Any, count: int = 1) -> None:
+        """Count incidents, of which this is the last, and tell them now or later."""
         cause = incident.kind, incident.component
-        self._counts[incident.kind] += 1
-        self._waiting[cause] = incident, self._waiting.get(cause, (incident, 0))[1] + 1
+        self._counts[incident.kind] += count
+        self._waiting[cause] = incident, self._waiting.get(cause, (incident, 0))[1] + count
         self.flush(EVERY)
 
     def flush(self, after: float = 0.0) -> None:
@@ -166,8 +167,9 @@ class IncidentCounts:
             self.tell(*self._waiting.pop(cause))
 
     def read(self) -> dict[str, float]:
-        """Return the numbers of incidents since the last call, by ``incidents/KIND``."""
-        self.flush(EVERY)
+        """Return the numbers of incidents since the last call, by ``incidents/KIND``; ends a step."""
+        self.flush()
+        self._told.clear()
         counts = {f"incidents/{kind}": float(count) for kind, count in sorted(self._counts.items())}
         self._counts.clear()
         return counts

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from grpo_core.contracts import events
 from grpo_core.contracts.errors import shortened
-from grpo_core.contracts.incidents import by_kind, line_of
+from grpo_core.contracts.incidents import IncidentCounts, by_kind, line_of
 from grpo_core.contracts.protocols import Tracker
 from grpo_core.contracts.records import RunInfo
 from grpo_core.loop.metrics import OF, headline
@@ -230,6 +230,9 @@ class TerminalTracker(Tracker):
         self._step = run.resumed_from or 0
         self._warned: set[str] = set()
         self._survived: Counter[str] = Counter()
+        self._time = 0.0
+        """When the last incident was emitted, in seconds."""
+        self._incidents = IncidentCounts(self._say_incident, lambda: self._time)
         """Number of incidents by kind."""
         self._shown: dict[str, str] = {}
         """Lines of trackers, by name."""
@@ -305,11 +308,14 @@ class TerminalTracker(Tracker):
                 self.say(f"warning, step {event.step}: {event.message}")
             case events.IncidentReported():
                 self._survived[event.kind] += event.count
-                what = "waits" if event.kind == "unavailable" else "survived"
-                line = line_of(event.component, event.message, event.count)
-                self.say(f"{what}, step {event.step}: {line}")
+                self._time = event.time
+                self._incidents.receive(event, event.count)
             case events.RunEnded() if self._survived:
                 self.say(f"recovered in this run from {by_kind(self._survived)} (events.jsonl has each)")
+
+    def _say_incident(self, event: events.IncidentReported, count: int) -> None:
+        what = "waits" if event.kind == "unavailable" else "survived"
+        self.say(f"{what}, step {event.step}: {line_of(event.component, event.message, count)}")
 
     def _count(self, event: events.StepEnded) -> None:
         """Keep the time and the numbers of a step."""

@@ -1,6 +1,6 @@
-"""Two plans of eight minutes for a GPU machine that is there for a quarter of an hour.
+"""Plans of eight minutes for a GPU machine that is there for a quarter of an hour: two, and a third.
 
-    python tests/benchmarks/gpu_plan.py first|second [--device cuda|cpu] [--seconds 480] [--output FILE]
+    python tests/benchmarks/gpu_plan.py first|second|third [--device cuda|cpu] [--seconds 480] [--output FILE]
 
 A plan is made of checks of `gpu_check.py`, in the order of need; those of one group run beside each other.
 Each has a process of its own, which is ended after twice its seconds.  One that no longer fits is left out,
@@ -150,15 +150,21 @@ def second(device: str) -> Plan:
         plan += [[both("0.6B", "in turn", *IN_TURN)]]
         plan += [[both("4B", "at once")], [both("4B", "in turn", *IN_TURN)]]
         plan += [trained("0.6B, rows of 65k", 45), trained("4B", 60)]
-        plan += [[Planned("figures of the engine, 4B", 150, partial(figures, "engine", "4B", device))]]
-        plan += [trained("4B, LoRA", 60)]
-    else:
-        plan += [trained("tiny, LoRA", 30)]
     with contextlib.suppress(PackageNotFoundError):
         half = ("--set", "engine.gpus_per_worker=0.5") if on_gpu else ()
         worker = partial(whole_run, "vllm", device, dtype, "--ray", *half, *more, learns=learns, steps=steps)
         plan += [[Planned(f"a Ray worker with vLLM, ray {version('ray')}", 100, worker)]]
     return plan
+
+
+def third(device: str) -> Plan:
+    """What the first two have no time for: figures of the engine of 4B, and of its training with LoRA."""
+    shape = "4B" if device == "cuda" else "tiny"
+    lora = f"{shape}, LoRA"
+    return [
+        [Planned(f"figures of the engine, {shape}", 150, partial(figures, "engine", shape, device))],
+        [Planned(f"figures of the trainer, {lora}", 60, partial(figures, "trainer", lora, device))],
+    ]
 
 
 def tests(name: str, *arguments: str) -> Planned:
@@ -252,7 +258,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("plan", choices=("first", "second"))
+    parser.add_argument("plan", choices=("first", "second", "third"))
     parser.add_argument(
         "--only", nargs="*", default=[], help="run the checks whose names contain one of these words"
     )
@@ -263,7 +269,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, cut)
     began = time.monotonic()
     about: dict[str, Any] = {"plan": options.plan, **machine(options.device), "results": [], "left_out": {}}
-    groups = {"first": first, "second": second}[options.plan](options.device)
+    groups = {"first": first, "second": second, "third": third}[options.plan](options.device)
     if options.device == "cpu":
         groups = [[planned] for group in groups for planned in group]
     for group in groups:

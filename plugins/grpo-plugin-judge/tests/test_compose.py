@@ -202,7 +202,7 @@ def test_parts_that_compare_get_whole_groups(parts):
 def test_prompts_turns_and_sessions_are_those_of_the_first_part(parts):
     environment = parts(turns={"kind": "Turns"}, short={"kind": "Short"})
     hosted = HostedEnvironment(environment).host
-    assert hosted.description()["max_turns"] == 2
+    assert hosted.description().max_turns == 2
     (start,) = hosted.open([("s", Prompt(messages="1=", id="1"))])
     assert start.error is None
     (first,) = hosted.evaluate(replied("12", session="s"))

@@ -164,7 +164,7 @@ def test_the_model_calls_the_tools_of_a_server_and_the_other_environment_judges(
         assert answered(host, "a", "add", number=2) == "2"
         assert answered(host, "a", "add", number=1, times=3) == "5"
         assert (reward(host, "a", "5"), reward(host, "a", "6")) == (1.0, 0.0)
-        assert host.description()["success"] == 1.0
+        assert host.description().success == 1.0
 
 
 @pytest.mark.long
