@@ -6,8 +6,7 @@
 
 Hours on two cores.  Each run is kept in NUMBERS.json as it ends: its rewards in windows of ten steps, its
 accuracy in the end, and its mean staleness.  A second call goes on where the first was interrupted.
-The task ``sums`` is another study: SmolLM2-135M learns from rewards, from hints, and from rewards with the
-temperature of the hints.
+The task ``sums`` is another study: SmolLM2-135M learns from rewards, and from hints.
 ``--pace`` measures the seconds of a step for each bound of staleness instead, in turns, on a machine that
 nobody else uses.
 ``docs/learning.json`` has the numbers of docs/learning.md, which ``docs/_learning.py`` writes.
@@ -50,7 +49,6 @@ HELD_OUT = {"tasks.sums.options.held_out": 400, "validation.prompts": 400, "vali
 LOSSES: Mapping[str, Mapping[str, Any]] = {
     "grpo": HELD_OUT,
     "hints": HELD_OUT | {"rollout.max_tokens": 24, "trainer.prompts_per_step": 32},
-    "grpo_cooler": HELD_OUT | {"rollout.temperature": 0.5},
 }
 """The settings of each way to learn sums."""
 ARMS: Mapping[str, Mapping[int, tuple[str, ...]]] = {
