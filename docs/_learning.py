@@ -31,7 +31,6 @@ ARMS = {
 """Settings of each task that the picture shows."""
 WAYS = {
     "rewards (GRPO)": (0, "grpo"),
-    "rewards, as cool as hints": (0, "grpo_cooler"),
     "hints": (0, "hints"),
 }
 """How SmolLM2 learns sums."""

@@ -209,8 +209,8 @@ def hints_collapsed(facts: Facts) -> Finding | None:
             f"sampled tokens of a rollout: {length}",
             _rewards(facts),
         ),
-        'set loss.options.teach = "wrong_only", [scores.hinted] weights = "ema" with hint = true, or a lower '
-        "loss.options.coefficient",
+        'set loss.options.teach = "wrong_only", [scores.hinted] weights = "start" with hint = true, or a '
+        "lower loss.options.coefficient",
     )
 
 
