@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from grpo_core.app.provenance import plugin_files, with_absolute_paths
+from grpo_core.app.provenance import file_hashes, plugin_files, with_absolute_paths
 from grpo_core.config import as_table, build
 from grpo_core.contracts.errors import PluginError
 from grpo_core.plugins.configured import configured
@@ -124,6 +124,20 @@ def test_names_of_files_within_options_are_absolute(here):
     assert config.tasks["agent"].options == {"reward": mine, "data": "long" * 999}
     assert config.filters == {f"{here}/mine.py:keep": {"file": "~/seen"}}
     assert plugin_files(config) == {here / "mine.py"}, "a change of it is noticed"
+
+
+def test_a_text_that_merely_looks_like_a_file_stays_that_text(here):
+    options = {"text": "mine.py", "texts": ["mine.py", "x" * 300 + ".py"], "mine.py:Mine": 1}
+    config = absolute({"tasks": {"mine.py": {"env": "math:sort", "options": options}}})
+    assert config.tasks["mine.py"].options == options
+    assert not file_hashes(build([{"tasks": {"a": {"env": "a:b", "options": {"a": f"/{'x' * 300}.py"}}}}]))
+
+
+def test_a_command_within_options_is_absolute(here):
+    parts = {"a": {"env": "mcp:sh ./play.sh"}, "b": {"env": "mine.py"}}
+    config = absolute({"tasks": {"one": {"env": "compose", "options": {"parts": parts}}}})
+    made = {"a": {"env": f"mcp:sh {here}/play.sh"}, "b": {"env": f"{here}/mine.py"}}
+    assert config.tasks["one"].options == {"parts": made}
 
 
 def test_names_of_files_in_the_section_of_a_plugin_are_absolute(here):

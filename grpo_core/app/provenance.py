@@ -47,15 +47,17 @@ def with_absolute_paths(config: Config, host: PluginHost) -> Config:
 def _absolute(value: Any, *place: str) -> Any:
     """Return the value at a place of the table, and all below it, with absolute names and paths."""
     if isinstance(value, Mapping):
-        return {_absolute_name(key): _absolute(each, *place, key) for key, each in value.items()}
+        name = _absolute_name if place in (("filters",), ("tracking",)) else str
+        return {name(key): _absolute(each, *place, key) for key, each in value.items()}
     if isinstance(value, list):
-        return [_absolute(each) for each in value]
+        return [_absolute(each, *place) for each in value]
     if not isinstance(value, str):
         return value
     match place:
-        case ("tasks", _, "env") | ("validation", "sets", _, "env"):
+        case (*_, "env"):
             # a command, perhaps, as in "agent:sh ./agent.sh"
             value = re.sub(r"(?<=[: ])\.\.?/\S+", lambda found: os.path.abspath(found[0]), value)
+            return _absolute_name(value, agent=True)
         case (
             ("model", "path" | "chat_template")
             | ("environment", "python")
@@ -76,7 +78,7 @@ def plugin_files(config: Config) -> set[Path]:
     names += [config.trainer.lr_schedule, *(name for _, name, _ in chosen)]
     names += [text for options in several for text in _texts(options) if Path(text).is_absolute()]
     words = [Path(word) for name in names if in_file(name) is None for word in name.partition(":")[2].split()]
-    programs = {word for word in words if word.is_absolute() and word.is_file()}
+    programs = {word for word in words if word.is_absolute() and os.path.isfile(word)}
     return {place[0] for name in names if (place := in_file(name))} | programs
 
 
@@ -89,9 +91,10 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(each)
 
 
-def _absolute_name(name: str) -> str:
-    """Return the name of an offer of a file with the file's absolute path, and any other text as it is."""
-    if (place := in_file(name)) is None or not place[0].is_file():
+def _absolute_name(name: str, *, agent: bool = False) -> str:
+    """Return the name of an offer of a file with its absolute path; only an agent's file may be the name."""
+    place = in_file(name)
+    if place is None or not (place[1] or agent) or not os.path.isfile(place[0]):
         return name
     return ":".join(part for part in (os.path.abspath(place[0]), place[1]) if part)
 
@@ -143,7 +146,7 @@ def file_hashes(config: Config) -> dict[str, str]:
     files = {*plugin_files(config), Path(config.model.chat_template)} | (
         text_files(model) if model else set()
     )
-    return {str(path): fingerprint(path)["sha256"] for path in sorted(files) if path.is_file()}
+    return {str(path): fingerprint(path)["sha256"] for path in sorted(files) if os.path.isfile(path)}
 
 
 def _version(distribution: str) -> str | None:
