@@ -165,3 +165,5 @@ def test_a_factory_gets_a_path_where_it_expects_one_and_nothing_else_is_one(here
     for wrong in (3, ""):
         with pytest.raises(PluginError, match=rf"option 'file' is {wrong!r}; expected Path"):
             host.make("environment", "./mine.py:Mine", file=wrong)
+    with pytest.raises(PluginError, match=r"option 'more' is \['a', 3\]; expected"):
+        host.make("environment", "./mine.py:Mine", file="a", more=["a", 3])

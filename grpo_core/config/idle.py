@@ -14,14 +14,15 @@ MEASURED = "validations during training (validation.every)"
 """Conditions under which a key does something, in words."""
 
 
-def only_with(*names: str) -> Mapping[str, Any]:
+def only_with(*names: str, **more: str) -> Mapping[str, Any]:
     """Return the metadata of a key that has an effect only if one of these is there.
 
     Args:
         names: keys of the same table, or tables of the configuration, that differ from their defaults; or a
             condition in words.
+        more: ``instead``, what to do without them, by default "leave out KEY"; ``{}`` is the table.
     """
-    return {"only_with": names}
+    return {"only_with": names, **more}
 
 
 def idle_keys(table: Any, root: Any, there: Collection[str], where: str = "") -> Iterator[str]:
@@ -45,7 +46,8 @@ def idle_keys(table: Any, root: Any, there: Collection[str], where: str = "") ->
             missing = (
                 f"without {names[0]}" if first is None else f"with {where}.{names[0]} = {json.dumps(first)}"
             )
-            yield f"{key} = {json.dumps(value)} does nothing {missing}: change that, or leave out {each.name}"
+            instead = each.metadata.get("instead", f"leave out {each.name}").format(where)
+            yield f"{key} = {json.dumps(value)} does nothing {missing}: change that, or {instead}"
         yield from idle_keys(value, root, there, key)
 
 
