@@ -801,7 +801,7 @@ class Config(WithSections):
     health: HealthConfig = field(factory=HealthConfig)
     tracking: TrackingConfig = field(factory=TrackingConfig)
 
-    def choices(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    def choices(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
         """Yield kind, name and options of each offer that is chosen."""
         for each in fields(type(self)):
             chosen = getattr(self, each.name)
@@ -813,6 +813,8 @@ class Config(WithSections):
         of_sets = self.validation.environments(self.validation.sets)
         for task in (*self.tasks.values(), *of_sets.values()):
             yield "environment", task.env, task.options
+            yield "dataloader", task.data, task.data_options
+            yield "dataloader", task.validation_data, task.data_options
             if task.player:
                 yield "player", task.player, task.player_options
         for strategy in map(self.validation.of_set, self.validation.sets):

@@ -56,7 +56,7 @@ def with_values(
     for name, value in options.items():
         if kinds.get(name) and not isinstance(value, (types.NoneType, *kinds[name].values())):
             made[name] = _value(f"{selected.kind}.options.{name}", value, kinds[name], known[name].default)
-    return located(factory, made, directory)
+    return located(factory, made, directory, Path)
 
 
 def classes_of(hint: Any) -> dict[str, type[Any]]:
@@ -108,9 +108,7 @@ def absolute(path: str | os.PathLike[str], directory: str = "") -> str:
     return os.path.abspath(os.path.join(directory, os.path.expanduser(path)))
 
 
-def located(
-    factory: Factory, options: Mapping[str, Any], directory: str, kind: type = Path
-) -> dict[str, Any]:
+def located(factory: Factory, options: Mapping[str, Any], directory: str, kind: type) -> dict[str, Any]:
     """Return the options with absolute paths of a type; a wrong one is what the user wrote."""
     made, hints = dict(options), _hints(factory)
     for name in options.keys() & hints.keys():
