@@ -168,6 +168,7 @@ def test_given_paths_count_from_here_and_those_of_a_run_from_its_directory(here,
     parts = configure_target(find_target(str(here / "run")), two, tasks=True)
     assert list(parts.config.filters.values()) == [{"file": f"{here}/a"}]
     assert {name: each.options for name, each in parts.config.tasks.items()} == {"two": {"file": "/c"}}
+    assert two["tasks"]["two"]["options"] == {"file": "./c"}
 
 
 def test_names_of_files_in_the_section_of_a_plugin_are_absolute(here):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import re
 import shlex
 import sys
@@ -68,7 +67,7 @@ def new_run(
     parts = made(_configured_parts(layers, changes, block, offers))
     try:
         warnings = _checked(parts)
-        config = with_absolute_paths(parts.config, parts.plugins)
+        config = with_absolute_paths(parts.config, parts.plugins, parts.config.directory)
         parts.config = config = evolve(config, directory=parts.plugins.selection.directory)
         if output is None:
             output = unused(RUNS / ("+".join(config.tasks) + datetime.now().strftime("-%Y%m%d-%H%M%S")))
@@ -176,9 +175,9 @@ def configure_target(
     """
     own = without_overridden(found.table, changes, tasks=tasks)
     if "directory" in own:  # a run's own paths count from it, and the given ones from here
-        own = as_table(locate(*configured([own], block, offers, stored=True)))
+        own = as_table(locate(*configured([own], block, offers, stored=True), own["directory"]))
     parts = _configured_parts([*below, own], changes, block, offers, trains=False)
-    locate(parts.config, parts.plugins, os.getcwd() if "directory" in own else "")
+    locate(parts.config, parts.plugins, "" if "directory" in own else parts.config.directory)
     return made(parts)
 
 
@@ -336,8 +335,8 @@ def _resumed(
         )
         if not changes:
             return left
-    stored = with_absolute_paths(before, host)
-    config = with_absolute_paths(changed(stored, changes, host), host, os.getcwd())
+    stored = with_absolute_paths(before, host, before.directory)
+    config = with_absolute_paths(changed(stored, changes, host), host)
     parts, edits = Parts(config, host), list(differences(as_table(before), as_table(config)))
     notes = [  # of a new table the given keys alone
         f"{key}: {shown(old)} -> {shown((isinstance(new, Mapping) and _at(changes, key)) or new)}"

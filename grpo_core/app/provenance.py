@@ -38,7 +38,7 @@ from grpo_core.storage.run_directory import PROVENANCE
 def with_absolute_paths(config: Config, host: PluginHost, directory: str = "") -> Config:
     """Return the configuration with absolute paths of files, sources, interpreters and models.
 
-    Paths in options count from ``directory``, by default that of the configuration.
+    Paths in options count from ``directory``, by default the working directory.
     """
     found = locate(build([_absolute(as_table(config))], host.sections), host, directory)
     scores = {
@@ -57,7 +57,6 @@ def locate(config: Config, host: PluginHost, directory: str = "") -> Config:
     """
     tasks = [*config.tasks.values(), *config.validation.environments(config.validation.sets).values()]
     elsewhere = {task.env for task in tasks if task.python or config.environment.python}
-    directory = directory or host.selection.directory
     for kind, name, options in config.choices():
         if name not in elsewhere and any(isinstance(each, (str, list)) for each in options.values()):
             with suppress(GrpoError):  # reported when it is made
@@ -78,7 +77,6 @@ def _absolute(value: Any, *place: str) -> Any:
         case (*_, "env"):
             # a command, perhaps, as in "agent:sh ./agent.sh"
             value = re.sub(r"(?<=[: ])\.\.?/\S+", lambda found: os.path.abspath(found[0]), value)
-            return _absolute_name(value, agent=True)
         case (
             ("model", "path" | "chat_template")
             | ("environment", "python")
@@ -86,7 +84,7 @@ def _absolute(value: Any, *place: str) -> Any:
             | ("validation", "sets", _, "data" | "python")
         ) if in_file(value) is None:
             return _existing(value)
-    return _absolute_name(value)
+    return _absolute_name(value, agent=place[-1] == "env")
 
 
 def plugin_files(config: Config) -> set[Path]:

@@ -14,15 +14,18 @@ MEASURED = "validations during training (validation.every)"
 """Conditions under which a key does something, in words."""
 
 
-def only_with(*names: str, **more: str) -> Mapping[str, Any]:
+def only_with(*names: str) -> Mapping[str, Any]:
     """Return the metadata of a key that has an effect only if one of these is there.
 
     Args:
         names: keys of the same table, or tables of the configuration, that differ from their defaults; or a
             condition in words.
-        more: ``instead``, what to do without them, by default "leave out KEY"; ``{}`` is the table.
     """
-    return {"only_with": names, **more}
+    return {"only_with": names}
+
+
+WORKER_GPUS = {**only_with(CLUSTER), "instead": "name the GPUs in {}.gpus"}
+"""Metadata with what to do instead of leaving out the key; ``{}`` is the name of the table."""
 
 
 def idle_keys(table: Any, root: Any, there: Collection[str], where: str = "") -> Iterator[str]:

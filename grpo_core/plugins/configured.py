@@ -40,8 +40,7 @@ def configured(
         ConfigError: a key is unknown, a value is wrong, or a plugin is not installed.
     """
     table: dict[str, Any] = functools.reduce(merge, layers, {})
-    allow = table.get("plugins")
-    directory = table.get("directory") or ""
+    allow, directory = table.get("plugins"), table.get("directory") or ""
     if found := [*problems(list[str] | None, allow, "plugins"), *problems(str, directory, "directory")]:
         raise ConfigError("\n".join(found))
     host = PluginHost.discover(allow, block, elsewhere=stored)

@@ -105,22 +105,21 @@ def args_with_paths(selected: Selected, factory: Factory, directory: str) -> tup
 
 def absolute(path: str | os.PathLike[str], directory: str = "") -> str:
     """Return the path from the root of the file system; ``~`` is the user's home."""
-    return os.path.abspath(os.path.join(directory, os.path.expanduser(path)))
+    return os.path.abspath(os.path.join(os.path.expanduser(directory), os.path.expanduser(path)))
 
 
 def located(factory: Factory, options: Mapping[str, Any], directory: str, kind: type) -> dict[str, Any]:
-    """Return the options with absolute paths of a type; a wrong one is what the user wrote."""
-    made, hints = dict(options), _hints(factory)
-    for name in options.keys() & hints.keys():
-        if not any(wrong(made[name], hints[name], is_of=is_option)):
-            made[name] = _mapped(hints[name], made[name], directory, kind)
-    return made
+    """Return the options with absolute paths of a type, and a wrong one as the user wrote it."""
+    hints = _hints(factory)
+    return {name: _mapped(hints.get(name, Any), each, directory, kind) for name, each in options.items()}
 
 
 def _mapped(hint: Any, value: Any, directory: str, kind: type = Path) -> Any:
     """Return the value with absolute paths; the annotation defines which parts are paths."""
     arguments = typing.get_args(hint)
-    if hint is Path and isinstance(value, (str, os.PathLike)) and os.fspath(value):
+    if any(wrong(value, hint, is_of=is_option)):
+        return value
+    if hint is Path:
         return kind(absolute(value, directory))
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         several = [each for each in arguments if each is not type(None)]
