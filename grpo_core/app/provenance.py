@@ -90,7 +90,8 @@ def _absolute(value: Any, *place: str) -> Any:
 def plugin_files(config: Config) -> set[Path]:
     """Return the files of the plugins that are not installed."""
     chosen = list(config.choices())
-    several = [options for kind, _, options in chosen if kind == "environment"]  # these may name others
+    # these may name others
+    several: list[Mapping[str, Any]] = [options for kind, _, options in chosen if kind == "environment"]
     several += [each.values for each in config.sections]
     names = [one.data for one in config.validation.sets.values()]
     names += [config.trainer.lr_schedule, *(name for _, name, _ in chosen)]
