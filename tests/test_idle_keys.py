@@ -101,6 +101,10 @@ def checked(host: PluginHost, table: dict[str, Any]) -> None:
         ({"shaping": {"source": [nan, 1.0]}}, r"'shaping\.source\[0\]': expected a number, got nan"),
         ({"engine": {"placement": "spread"}}, r"engine\.placement = \"spread\" does nothing without workers"),
         (
+            {"validation": {"engine": {"gpus_per_worker": 1}}},
+            r"a cluster \(--ray\): change that, or name the GPUs in validation\.engine\.gpus$",
+        ),
+        (
             {"validation": {"engine": {"transport_options": {"host": "10.0.0.1"}}}},
             r"validation\.engine\.transport: weights come to all engines by engine\.transport",
         ),

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from grpo_core.app.provenance import plugin_files, with_absolute_paths
-from grpo_core.config import as_table, build
+from grpo_core.app.launch import configure_target, continued, new_run
+from grpo_core.app.model_sources import find_target
+from grpo_core.app.provenance import file_hashes, plugin_files, with_absolute_paths
+from grpo_core.config import as_table, as_toml, build, read_toml
 from grpo_core.contracts.errors import PluginError
 from grpo_core.plugins.configured import configured
 from grpo_core.plugins.host import PluginHost
@@ -84,7 +86,13 @@ def made(directory, options):
 def test_options_that_are_annotated_as_paths_count_from_where_the_run_was_started(here, monkeypatch):
     config, host = configured([{"tasks": {"one": {"env": "./mine.py:Mine", "options": OPTIONS}}}])
     config = evolve(with_absolute_paths(config, host), directory=host.selection.directory)
-    assert (config.directory, config.tasks["one"].options) == (str(here), OPTIONS)
+    stored = {
+        "file": f"{here}/a.txt",
+        "spare": f"{here.parent}/b",
+        "more": [f"{here}/c", "/d"],
+        "text": "e.txt",
+    }
+    assert (config.directory, config.tasks["one"].options) == (str(here), stored)
     monkeypatch.chdir("/")
     again, host = configured([as_table(config)])
     assert again == with_absolute_paths(again, host) == config, "what a resumed run compares"
@@ -122,8 +130,45 @@ def test_names_of_files_within_options_are_absolute(here):
     assert config.tasks["both"].options["parts"] == {"mine": {**parts["mine"], "env": mine}}
     assert config.tasks["agent"].env == f"agent:{here}/play.sh"
     assert config.tasks["agent"].options == {"reward": mine, "data": "long" * 999}
-    assert config.filters == {f"{here}/mine.py:keep": {"file": "~/seen"}}
+    assert config.filters == {f"{here}/mine.py:keep": {"file": str(Path.home() / "seen")}}
     assert plugin_files(config) == {here / "mine.py"}, "a change of it is noticed"
+
+
+def test_a_text_that_merely_looks_like_a_file_stays_that_text(here):
+    options = {"text": "mine.py", "texts": ["mine.py", "x" * 300 + ".py"], "mine.py:Mine": 1}
+    config = absolute({"tasks": {"mine.py": {"env": "math:sort", "options": options}}})
+    assert config.tasks["mine.py"].options == options
+    assert not file_hashes(build([{"tasks": {"a": {"env": "a:b", "options": {"a": f"/{'x' * 300}.py"}}}}]))
+
+
+def test_a_command_within_options_is_absolute(here):
+    parts = {"a": {"env": "mcp:sh ./play.sh"}, "b": {"env": "mine.py"}}
+    config = absolute({"tasks": {"one": {"env": "compose", "options": {"parts": parts}}}})
+    made = {"a": {"env": f"mcp:sh {here}/play.sh"}, "b": {"env": f"{here}/mine.py"}}
+    assert config.tasks["one"].options == {"parts": made}
+
+
+def test_given_paths_count_from_here_and_those_of_a_run_from_its_directory(here, monkeypatch):
+    monkeypatch.setenv("HOME", str(here))
+    task = {"env": f"{here}/mine.py:Mine", "options": {"file": "~/a.txt", "spare": "b"}}
+    start = new_run([{"directory": "~", "tasks": {"one": task}}], {}, output=here / "run")
+    start.directory.unlock()
+    stored = read_toml(here / "run" / "config.toml")
+    assert stored["directory"] == str(here)
+    assert stored["tasks"]["one"]["options"] == {"file": f"{here}/a.txt", "spare": f"{here}/b"}
+    monkeypatch.chdir("/")
+    monkeypatch.setenv("HOME", "/other")
+    resumed = continued(here / "run", {"tasks": {"one": {"options": {"file": "./c"}}}})
+    resumed.directory.unlock()
+    assert resumed.parts.config.tasks["one"].options == {"file": "/c", "spare": f"{here}/b"}
+
+    own = {"directory": str(here), "filters": {f"{here}/mine.py:keep": {"file": "a"}}}
+    (here / "run" / "config.toml").write_text(as_toml(build([own, {"tasks": {"one": task}}])))
+    two = {"tasks": {"two": {**task, "options": {"file": "./c"}}}}
+    parts = configure_target(find_target(str(here / "run")), two, tasks=True)
+    assert list(parts.config.filters.values()) == [{"file": f"{here}/a"}]
+    assert {name: each.options for name, each in parts.config.tasks.items()} == {"two": {"file": "/c"}}
+    assert two["tasks"]["two"]["options"] == {"file": "./c"}
 
 
 def test_names_of_files_in_the_section_of_a_plugin_are_absolute(here):
@@ -151,3 +196,5 @@ def test_a_factory_gets_a_path_where_it_expects_one_and_nothing_else_is_one(here
     for wrong in (3, ""):
         with pytest.raises(PluginError, match=rf"option 'file' is {wrong!r}; expected Path"):
             host.make("environment", "./mine.py:Mine", file=wrong)
+    with pytest.raises(PluginError, match=r"option 'more' is \['a', 3\]; expected"):
+        host.make("environment", "./mine.py:Mine", file="a", more=["a", 3])

@@ -28,7 +28,7 @@ from grpo_core.app.model_sources import (
     without_overridden,
 )
 from grpo_core.app.parts import Parts, engine_dtype, intervals
-from grpo_core.app.provenance import file_hashes, with_absolute_paths
+from grpo_core.app.provenance import file_hashes, locate, with_absolute_paths
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, TrainerConfig, as_table, build, merge, replace_parts
 from grpo_core.contracts.errors import ConfigError, one_line, wrong_input
@@ -44,7 +44,7 @@ from grpo_core.loop.retention import Retention
 from grpo_core.loop.schedule import KEYS as SCHEDULE
 from grpo_core.loop.schedule import rate
 from grpo_core.models.files import directory_here, published_dtype
-from grpo_core.plugins.configured import configured, model_section
+from grpo_core.plugins.configured import changed, configured, model_section
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
 from grpo_core.processes import secrets
 from grpo_core.processes.aio import in_own_loop
@@ -67,7 +67,7 @@ def new_run(
     parts = made(_configured_parts(layers, changes, block, offers))
     try:
         warnings = _checked(parts)
-        config = with_absolute_paths(parts.config, parts.plugins)
+        config = with_absolute_paths(parts.config, parts.plugins, parts.config.directory)
         parts.config = config = evolve(config, directory=parts.plugins.selection.directory)
         if output is None:
             output = unused(RUNS / ("+".join(config.tasks) + datetime.now().strftime("-%Y%m%d-%H%M%S")))
@@ -174,7 +174,11 @@ def configure_target(
     The other arguments are those of ``configure``.  Raises GrpoError for wrong input.
     """
     own = without_overridden(found.table, changes, tasks=tasks)
-    return made(_configured_parts([*below, own], changes, block, offers, trains=False))
+    if "directory" in own:  # a run's own paths count from it, and the given ones from here
+        own = as_table(locate(*configured([own], block, offers, stored=True), own["directory"]))
+    parts = _configured_parts([*below, own], changes, block, offers, trains=False)
+    locate(parts.config, parts.plugins, "" if "directory" in own else parts.config.directory)
+    return made(parts)
 
 
 def _checked(parts: Parts) -> list[tuple[str, str]]:
@@ -331,7 +335,8 @@ def _resumed(
         )
         if not changes:
             return left
-    config = with_absolute_paths(config, host)
+    stored = with_absolute_paths(before, host, before.directory)
+    config = with_absolute_paths(changed(stored, changes, host), host)
     parts, edits = Parts(config, host), list(differences(as_table(before), as_table(config)))
     notes = [  # of a new table the given keys alone
         f"{key}: {shown(old)} -> {shown((isinstance(new, Mapping) and _at(changes, key)) or new)}"
@@ -342,7 +347,7 @@ def _resumed(
     else:
         with checkpoint.reading(found.directory):
             state = checkpoint.read_pipeline(found.directory)
-            fixed = {**_fixed(with_absolute_paths(before, host)), **state.run.fixed}
+            fixed = {**_fixed(stored), **state.run.fixed}
             for key in {**fixed, **_fixed(config)}:
                 if fixed.get(key) != (now := _at(as_table(config), key)):
                     raise ConfigError(

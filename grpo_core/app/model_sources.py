@@ -289,9 +289,8 @@ def without_overridden(
     tasks.
     """
     table = replace_parts(configured, changes)
-    if tasks:  # their paths count from here
+    if tasks:
         table.pop("tasks", None)
-        table.pop("directory", None)
         table["validation"] = {k: v for k, v in table.get("validation", {}).items() if k != "sets"}
     if "name" in changes.get("engine", {}):
         table["validation"] = {k: v for k, v in table.get("validation", {}).items() if k != "engine"}

@@ -1,6 +1,7 @@
 """The files that a configuration names, from any directory, and the software that a run uses.
 
-Paths in the options of plugins count from the directory in which the run was started (``plugins.values``).
+Paths in the options of plugins are stored as absolute; those within tables of options count from the
+directory in which the run was started (``plugins.values``).
 ``provenance.jsonl`` in the directory of a run has a line for each start, so it shows a resume with other
 versions.
 """
@@ -14,46 +15,66 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from attrs import evolve
 
 from grpo_core._version import __version__
 from grpo_core.app.model_sources import scoring_model
 from grpo_core.config import Config, as_table, build
+from grpo_core.contracts.errors import GrpoError
 from grpo_core.models.files import directory_here, text_files
 from grpo_core.plugins.files import in_file
-from grpo_core.plugins.host import BUILT_IN, PluginHost
-from grpo_core.plugins.values import absolute
+from grpo_core.plugins.host import BUILT_IN, Kind, PluginHost
+from grpo_core.plugins.values import absolute, located
 from grpo_core.storage.disk import fingerprint
 from grpo_core.storage.run_directory import PROVENANCE
 
 
-def with_absolute_paths(config: Config, host: PluginHost) -> Config:
-    """Return the configuration with absolute paths of files, sources, interpreters and models."""
-    found = build([_absolute(as_table(config))], host.sections)
+def with_absolute_paths(config: Config, host: PluginHost, directory: str = "") -> Config:
+    """Return the configuration with absolute paths of files, sources, interpreters and models.
+
+    Paths in options count from ``directory``, by default the working directory.
+    """
+    found = locate(build([_absolute(as_table(config))], host.sections), host, directory)
     scores = {
         name: evolve(score, weights=_existing(scoring_model(name, score.model))) if score.model else score
         for name, score in config.scores.items()
     }
     made = host.offers("model", config.model.path)
     model = evolve(found.model, path=config.model.path) if made else found.model
-    return evolve(found, model=model, scores=scores)
+    return evolve(found, model=model, scores=scores, directory=found.directory and absolute(found.directory))
+
+
+def locate(config: Config, host: PluginHost, directory: str = "") -> Config:
+    """Make the paths in the options of a new configuration absolute; return it.
+
+    An offer that cannot be loaded here, as one for another interpreter, makes its own from the texts.
+    """
+    tasks = [*config.tasks.values(), *config.validation.environments(config.validation.sets).values()]
+    elsewhere = {task.env for task in tasks if task.python or config.environment.python}
+    for kind, name, options in config.choices():
+        if name not in elsewhere and any(isinstance(each, (str, list)) for each in options.values()):
+            with suppress(GrpoError):  # reported when it is made
+                options.update(located(host.find(cast(Kind, kind), name).load(), options, directory, str))
+    return config
 
 
 def _absolute(value: Any, *place: str) -> Any:
     """Return the value at a place of the table, and all below it, with absolute names and paths."""
     if isinstance(value, Mapping):
-        return {_absolute_name(key): _absolute(each, *place, key) for key, each in value.items()}
+        name = _absolute_name if place in (("filters",), ("tracking",)) else str
+        return {name(key): _absolute(each, *place, key) for key, each in value.items()}
     if isinstance(value, list):
-        return [_absolute(each) for each in value]
+        return [_absolute(each, *place) for each in value]
     if not isinstance(value, str):
         return value
     match place:
-        case ("tasks", _, "env") | ("validation", "sets", _, "env"):
+        case (*_, "env"):
             # a command, perhaps, as in "agent:sh ./agent.sh"
             value = re.sub(r"(?<=[: ])\.\.?/\S+", lambda found: os.path.abspath(found[0]), value)
         case (
@@ -63,20 +84,20 @@ def _absolute(value: Any, *place: str) -> Any:
             | ("validation", "sets", _, "data" | "python")
         ) if in_file(value) is None:
             return _existing(value)
-    return _absolute_name(value)
+    return _absolute_name(value, agent=place[-1] == "env")
 
 
 def plugin_files(config: Config) -> set[Path]:
     """Return the files of the plugins that are not installed."""
     chosen = list(config.choices())
-    several = [options for kind, _, options in chosen if kind == "environment"]  # these may name others
+    # these may name others
+    several: list[Mapping[str, Any]] = [options for kind, _, options in chosen if kind == "environment"]
     several += [each.values for each in config.sections]
-    names = [each for task in config.tasks.values() for each in (task.data, task.validation_data)]
-    names += [one.data for one in config.validation.sets.values()]
+    names = [one.data for one in config.validation.sets.values()]
     names += [config.trainer.lr_schedule, *(name for _, name, _ in chosen)]
     names += [text for options in several for text in _texts(options) if Path(text).is_absolute()]
     words = [Path(word) for name in names if in_file(name) is None for word in name.partition(":")[2].split()]
-    programs = {word for word in words if word.is_absolute() and word.is_file()}
+    programs = {word for word in words if word.is_absolute() and os.path.isfile(word)}
     return {place[0] for name in names if (place := in_file(name))} | programs
 
 
@@ -89,9 +110,10 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(each)
 
 
-def _absolute_name(name: str) -> str:
-    """Return the name of an offer of a file with the file's absolute path, and any other text as it is."""
-    if (place := in_file(name)) is None or not place[0].is_file():
+def _absolute_name(name: str, *, agent: bool = False) -> str:
+    """Return the name of an offer of a file with its absolute path; only an agent's file may be the name."""
+    place = in_file(name)
+    if place is None or not (place[1] or agent) or not os.path.isfile(place[0]):
         return name
     return ":".join(part for part in (os.path.abspath(place[0]), place[1]) if part)
 
@@ -143,7 +165,7 @@ def file_hashes(config: Config) -> dict[str, str]:
     files = {*plugin_files(config), Path(config.model.chat_template)} | (
         text_files(model) if model else set()
     )
-    return {str(path): fingerprint(path)["sha256"] for path in sorted(files) if path.is_file()}
+    return {str(path): fingerprint(path)["sha256"] for path in sorted(files) if os.path.isfile(path)}
 
 
 def _version(distribution: str) -> str | None:

@@ -24,6 +24,10 @@ def only_with(*names: str) -> Mapping[str, Any]:
     return {"only_with": names}
 
 
+WORKER_GPUS = {**only_with(CLUSTER), "instead": "name the GPUs in {}.gpus"}
+"""Metadata with what to do instead of leaving out the key; ``{}`` is the name of the table."""
+
+
 def idle_keys(table: Any, root: Any, there: Collection[str], where: str = "") -> Iterator[str]:
     """Yield a message for each key that is set and does nothing.
 
@@ -45,7 +49,8 @@ def idle_keys(table: Any, root: Any, there: Collection[str], where: str = "") ->
             missing = (
                 f"without {names[0]}" if first is None else f"with {where}.{names[0]} = {json.dumps(first)}"
             )
-            yield f"{key} = {json.dumps(value)} does nothing {missing}: change that, or leave out {each.name}"
+            instead = each.metadata.get("instead", f"leave out {each.name}").format(where)
+            yield f"{key} = {json.dumps(value)} does nothing {missing}: change that, or {instead}"
         yield from idle_keys(value, root, there, key)
 
 

@@ -10,7 +10,7 @@ import attrs
 from attrs import field, fields, frozen
 from attrs.validators import deep_iterable, ge, gt, le, lt, min_len, optional
 
-from grpo_core.config.idle import CLUSTER, MEASURED, WEIGHING, only_with
+from grpo_core.config.idle import CLUSTER, MEASURED, WEIGHING, WORKER_GPUS, only_with
 from grpo_core.contracts.loss import score_names
 from grpo_core.contracts.records import WithSections
 
@@ -268,7 +268,7 @@ class EngineConfig(PluginChoice):
     gpus: list[int] = field(factory=list)
     """GPUs of this machine for the engines, shared evenly among `workers`: with two workers, `[0, 1, 2, 3]`
     gives the first engine 0 and 1.  If the list is empty, they share all GPUs but the trainer's."""
-    gpus_per_worker: float = field(default=0.0, validator=ge(0), metadata=only_with(CLUSTER))
+    gpus_per_worker: float = field(default=0.0, validator=ge(0), metadata=WORKER_GPUS)
     """Number of GPUs of each engine worker in a cluster; with 0, a worker sees none."""
     placement: Literal["pack", "spread"] = field(default="pack", metadata=only_with(CLUSTER))
     """Place the engine workers of a cluster on as few machines as possible ("pack") or on as many
@@ -799,7 +799,7 @@ class Config(WithSections):
     health: HealthConfig = field(factory=HealthConfig)
     tracking: TrackingConfig = field(factory=TrackingConfig)
 
-    def choices(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    def choices(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
         """Yield kind, name and options of each offer that is chosen."""
         for each in fields(type(self)):
             chosen = getattr(self, each.name)
@@ -811,6 +811,8 @@ class Config(WithSections):
         of_sets = self.validation.environments(self.validation.sets)
         for task in (*self.tasks.values(), *of_sets.values()):
             yield "environment", task.env, task.options
+            yield "dataloader", task.data, task.data_options
+            yield "dataloader", task.validation_data, task.data_options
             if task.player:
                 yield "player", task.player, task.player_options
         for strategy in map(self.validation.of_set, self.validation.sets):

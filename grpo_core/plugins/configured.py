@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,6 +16,7 @@ from grpo_core.contracts.records import WithSections
 from grpo_core.plugins.files import FILE_PREFIX, load_object
 from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
 from grpo_core.plugins.installed import PluginSelection
+from grpo_core.plugins.values import absolute
 
 
 def configured(
@@ -40,11 +40,11 @@ def configured(
         ConfigError: a key is unknown, a value is wrong, or a plugin is not installed.
     """
     table: dict[str, Any] = functools.reduce(merge, layers, {})
-    allow = table.get("plugins")
-    if found := list(problems(list[str] | None, allow, "plugins")):
+    allow, directory = table.get("plugins"), table.get("directory") or ""
+    if found := [*problems(list[str] | None, allow, "plugins"), *problems(str, directory, "directory")]:
         raise ConfigError("\n".join(found))
     host = PluginHost.discover(allow, block, elsewhere=stored)
-    host.selection = evolve(host.selection, directory=table.get("directory") or os.getcwd())
+    host.selection = evolve(host.selection, directory=absolute(directory))
     host.add(offers)
     for name in _names(table):
         host.load_file(name)

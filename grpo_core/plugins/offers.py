@@ -221,7 +221,7 @@ def check_options(
                 f"{selected} has no option {name!r}.{did_you_mean(name, set(known))} "
                 f"Its options: {spelled or 'none'}{more}"
             )
-        if any(wrong(value, hint := hint_of(factory, known[name]), is_of=_is_of)):
+        if any(wrong(value, hint := hint_of(factory, known[name]), is_of=is_option)):
             expected = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
             if typing.get_origin(hint) is Literal:
                 expected = " or ".join(map(repr, typing.get_args(hint)))
@@ -252,7 +252,7 @@ def hint_of(factory: Factory, parameter: inspect.Parameter) -> Any:
     return hint
 
 
-def _is_of(value: Any, kind: Any) -> bool:
+def is_option(value: Any, kind: Any) -> bool:
     """Whether an option can be of its annotated type; True for unknown types."""
     if kind is None:
         return value is None

@@ -26,7 +26,8 @@ from typing import Any
 import attrs
 
 from grpo_core.contracts.errors import ConfigError, did_you_mean
-from grpo_core.plugins.offers import Factory, Selected, hint_of, signature_of
+from grpo_core.contracts.typed import wrong
+from grpo_core.plugins.offers import Factory, Selected, hint_of, is_option, signature_of
 
 MOVED = {
     "importance_floor": "correction.floor",
@@ -47,15 +48,15 @@ def with_values(
 
     Raises ConfigError for a table that does not fit, and for an option that a table has now.
     """
-    signature, hints, made = signature_of(factory), _hints(factory), dict(options)
+    signature, made = signature_of(factory), dict(options)
     known = signature.parameters if signature else {}
-    kinds = {name: classes_of(hint) for name, hint in hints.items()}
+    kinds = {name: classes_of(hint) for name, hint in _hints(factory).items()}
     if selected.kind == "loss" and (lines := _new_lines(options, kinds)):
         raise ConfigError(f"{selected}: tables have these options now; write\n{lines}")
     for name, value in options.items():
         if kinds.get(name) and not isinstance(value, (types.NoneType, *kinds[name].values())):
             made[name] = _value(f"{selected.kind}.options.{name}", value, kinds[name], known[name].default)
-    return {name: _mapped(hints.get(name, Any), value, directory) for name, value in made.items()}
+    return located(factory, made, directory, Path)
 
 
 def classes_of(hint: Any) -> dict[str, type[Any]]:
@@ -104,19 +105,27 @@ def args_with_paths(selected: Selected, factory: Factory, directory: str) -> tup
 
 def absolute(path: str | os.PathLike[str], directory: str = "") -> str:
     """Return the path from the root of the file system; ``~`` is the user's home."""
-    return os.path.abspath(Path(directory, Path(path).expanduser()))
+    return os.path.abspath(os.path.join(os.path.expanduser(directory), os.path.expanduser(path)))
 
 
-def _mapped(hint: Any, value: Any, directory: str) -> Any:
+def located(factory: Factory, options: Mapping[str, Any], directory: str, kind: type) -> dict[str, Any]:
+    """Return the options with absolute paths of a type, and a wrong one as the user wrote it."""
+    hints = _hints(factory)
+    return {name: _mapped(hints.get(name, Any), each, directory, kind) for name, each in options.items()}
+
+
+def _mapped(hint: Any, value: Any, directory: str, kind: type = Path) -> Any:
     """Return the value with absolute paths; the annotation defines which parts are paths."""
     arguments = typing.get_args(hint)
-    if hint is Path and isinstance(value, (str, os.PathLike)) and os.fspath(value):
-        return Path(absolute(value, directory))
+    if any(wrong(value, hint, is_of=is_option)):
+        return value
+    if hint is Path:
+        return kind(absolute(value, directory))
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         several = [each for each in arguments if each is not type(None)]
-        return _mapped(several[0], value, directory) if len(several) == 1 else value
+        return _mapped(several[0], value, directory, kind) if len(several) == 1 else value
     if arguments and typing.get_origin(hint) in (list, tuple, Sequence) and isinstance(value, (list, tuple)):
-        return type(value)(_mapped(arguments[0], each, directory) for each in value)
+        return type(value)(_mapped(arguments[0], each, directory, kind) for each in value)
     return value
 
 
