@@ -28,7 +28,7 @@ from grpo_core.app.model_sources import (
     without_overridden,
 )
 from grpo_core.app.parts import Parts, engine_dtype, intervals
-from grpo_core.app.provenance import file_hashes, locate, with_absolute_paths
+from grpo_core.app.provenance import file_hashes, located, with_absolute_paths
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, TrainerConfig, as_table, build, merge, replace_parts
 from grpo_core.contracts.errors import ConfigError, one_line, wrong_input
@@ -175,9 +175,10 @@ def configure_target(
     """
     own = without_overridden(found.table, changes, tasks=tasks)
     if "directory" in own:  # a run's own paths count from it, and the given ones from here
-        own = as_table(locate(*configured([own], block, offers, stored=True), own["directory"]))
+        own = as_table(located(*configured([own], block, offers, stored=True), own["directory"]))
     parts = _configured_parts([*below, own], changes, block, offers, trains=False)
-    locate(parts.config, parts.plugins, "" if "directory" in own else parts.config.directory)
+    here = "" if "directory" in own else parts.config.directory
+    parts.config = located(parts.config, parts.plugins, here)
     return made(parts)
 
 

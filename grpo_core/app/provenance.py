@@ -30,7 +30,7 @@ from grpo_core.contracts.errors import GrpoError
 from grpo_core.models.files import directory_here, text_files
 from grpo_core.plugins.files import in_file
 from grpo_core.plugins.host import BUILT_IN, Kind, PluginHost
-from grpo_core.plugins.values import absolute, located
+from grpo_core.plugins.values import absolute, with_paths
 from grpo_core.storage.disk import fingerprint
 from grpo_core.storage.run_directory import PROVENANCE
 
@@ -40,28 +40,33 @@ def with_absolute_paths(config: Config, host: PluginHost, directory: str = "") -
 
     Paths in options count from ``directory``, by default the working directory.
     """
-    found = locate(build([_absolute(as_table(config))], host.sections), host, directory)
+    found = located(config, host, directory)
     scores = {
         name: evolve(score, weights=_existing(scoring_model(name, score.model))) if score.model else score
         for name, score in config.scores.items()
     }
-    made = host.offers("model", config.model.path)
-    model = evolve(found.model, path=config.model.path) if made else found.model
-    return evolve(found, model=model, scores=scores, directory=found.directory and absolute(found.directory))
+    return evolve(found, scores=scores, directory=found.directory and absolute(found.directory))
 
 
-def locate(config: Config, host: PluginHost, directory: str = "") -> Config:
-    """Make the paths in the options of a new configuration absolute; return it.
+def located(config: Config, host: PluginHost, directory: str = "") -> Config:
+    """Do the same, but for the models of scores.
 
-    An offer that cannot be loaded here, as one for another interpreter, makes its own from the texts.
+    Environments that may be loadable only in their own process keep the paths in their options as they are;
+    these count from the directory of the run.
     """
-    tasks = [*config.tasks.values(), *config.validation.environments(config.validation.sets).values()]
-    elsewhere = {task.env for task in tasks if task.python or config.environment.python}
-    for kind, name, options in config.choices():
-        if name not in elsewhere and any(isinstance(each, (str, list)) for each in options.values()):
-            with suppress(GrpoError):  # reported when it is made
-                options.update(located(host.find(cast(Kind, kind), name).load(), options, directory, str))
-    return config
+    found = build([_absolute(as_table(config))], host.sections)
+    tasks = [*found.tasks.values(), *found.validation.environments(found.validation.sets).values()]
+    elsewhere = {task.env for task in tasks if task.python or found.environment.python}
+    for kind, name, options in found.choices():
+        if name in elsewhere or not any(isinstance(each, (str, list)) for each in options.values()):
+            continue
+        with suppress(GrpoError):  # reported when it is made
+            selected = host.find(cast(Kind, kind), name)
+            if kind != "environment" or not isinstance(selected.offer.factory, str):
+                options.update(with_paths(selected.load(), options, directory, str))
+    if host.offers("model", config.model.path):
+        return evolve(found, model=evolve(found.model, path=config.model.path))
+    return found
 
 
 def _absolute(value: Any, *place: str) -> Any:

@@ -56,7 +56,7 @@ def with_values(
     for name, value in options.items():
         if kinds.get(name) and not isinstance(value, (types.NoneType, *kinds[name].values())):
             made[name] = _value(f"{selected.kind}.options.{name}", value, kinds[name], known[name].default)
-    return located(factory, made, directory, Path)
+    return with_paths(factory, made, directory, Path)
 
 
 def classes_of(hint: Any) -> dict[str, type[Any]]:
@@ -108,7 +108,7 @@ def absolute(path: str | os.PathLike[str], directory: str = "") -> str:
     return os.path.abspath(os.path.join(os.path.expanduser(directory), os.path.expanduser(path)))
 
 
-def located(factory: Factory, options: Mapping[str, Any], directory: str, kind: type) -> dict[str, Any]:
+def with_paths(factory: Factory, options: Mapping[str, Any], directory: str, kind: type) -> dict[str, Any]:
     """Return the options with absolute paths of a type, and a wrong one as the user wrote it."""
     hints = _hints(factory)
     return {name: _mapped(hints.get(name, Any), each, directory, kind) for name, each in options.items()}
