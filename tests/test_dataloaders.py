@@ -520,6 +520,7 @@ def test_a_state_that_no_file_holds_is_an_error_at_once(opened):
 
 
 BAD = """
+import concurrent.futures
 class Rows:
     def __iter__(self):
         yield {"prompt": "1"}
@@ -541,6 +542,16 @@ class EndsEarly(Raises):
     def __iter__(self):
         return iter(())
 
+class Cancelled:
+    def __init__(self, split):
+        pass
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        raise concurrent.futures.CancelledError("a shard")
+
 def RaisesAtOnce(split):
     raise KeyError("shards")
 """
@@ -552,6 +563,7 @@ def RaisesAtOnce(split):
         ("Raises", "no route to host"),
         ("StateIsAnObject", "state_dict()['cursor'] is <object"),
         ("EndsEarly", "it ended without a row"),
+        ("Cancelled", "CancelledError: a shard"),
         ("RaisesAtOnce", "KeyError: 'shards'"),
     ],
 )
