@@ -69,7 +69,13 @@ def checked(value: Any, kind: type[T], where: str = "") -> T:
     """
     for place, expected, found in wrong(value, kind, where):
         raise ValueError(f"{place or 'it'} is {shortened(json.dumps(found), LONGEST)}; expected {expected}")
-    return converter().structure(value, kind)
+    from cattrs import BaseValidationError, transform_error
+
+    try:
+        return converter().structure(value, kind)
+    except BaseValidationError as error:
+        said = transform_error(error, where or "$", format_exception=lambda each, kind: str(each))
+        raise ValueError(said[0]) from error
 
 
 def of_plain(value: Any, kind: Any) -> bool:
