@@ -587,14 +587,17 @@ def test_a_changed_state_with_a_right_checksum_is_one_error(tmp_path, change):
         checkpoint.restore(directory, buffer, loaders, stream)
 
 
+MISSING = "null; expected a value; the key is missing"
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (lambda state: state["run"]["schedule"].update(lr=-1), "'lr' must be > 0: -1.0 @ $.run.schedule"),
-        (lambda state: state["run"]["schedule"].pop("lr"), "the key lr is missing @ $.run.schedule"),
+        (lambda state: state["run"]["schedule"].pop("lr"), f"run.schedule.lr is {MISSING}"),
         (
             lambda state: state["buffer"]["ready"][0][1][0].pop("turns"),
-            "the key turns is missing @ $.buffer.ready[0][1][0]",
+            f"buffer.ready[0][1][0].turns is {MISSING}",
         ),
     ],
 )

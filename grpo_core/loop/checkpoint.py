@@ -164,23 +164,11 @@ _NAME = re.compile(rf"step-(\d{{6,}})({re.escape(REPLACED)})?")
 
 attrs.resolve_types(Rollout, localns={"NDArray": NDArray, "np": np})  # its module imports no numpy
 _ROLLOUT = tuple(each.name for each in attrs.fields(Rollout) if each.name not in _APART)
-
-
-def _require(kind: type[Any], keys: Sequence[str], **omitted: Any) -> None:
-    """Let a saved table of a record be refused unless it has all these keys."""
-    structured = make_dict_structure_fn(kind, typed.converter(), **omitted)
-
-    def structure(saved: Mapping[str, Any], _: Any) -> Any:
-        for key in keys:
-            if key not in saved:
-                raise ValueError(f"the key {key} is missing")
-        return structured(saved, kind)
-
-    typed.converter().register_structure_hook(kind, structure)
-
-
-_require(Rollout, _ROLLOUT, **dict.fromkeys(_APART, override(omit=True)))
-_require(TrainerConfig, SCHEDULE)
+_OMITTED: Any = dict.fromkeys(_APART, override(omit=True))
+typed.converter().register_structure_hook(
+    Rollout, make_dict_structure_fn(Rollout, typed.converter(), **_OMITTED)
+)
+typed.REQUIRED.update({Rollout: _ROLLOUT, TrainerConfig: SCHEDULE})
 
 
 # ---------------------------------------------------------------------------------- writing
