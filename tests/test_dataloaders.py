@@ -29,6 +29,7 @@ from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
 from grpo_core.plugins.files import import_file
 from grpo_core.plugins.host import PluginHost
+from grpo_core.testing import make_offer
 from grpo_plugin_curriculum.learnable_prompts import LearnablePrompts
 
 
@@ -508,6 +509,15 @@ def test_a_state_of_something_else_is_refused(opened):
             opened([row(i) for i in range(8)] if form == "a list" else Counted(8)).load_state_dict(
                 sized.state_dict() if form == "a list" else {**sized.state_dict()}
             )
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's call
+def test_a_worker_reads_rows_of_a_file(tmp_path):
+    """It opens the file again."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1"}\n{"prompt": "2"}\n')
+    rows = make_offer("dataloader", f"file:{tmp_path}/rows.jsonl", "train")
+    loader = readable(StatefulDataLoader(rows, batch_size=None, num_workers=1), "it")
+    assert [dict(row) for row in loader] == [{"prompt": "1"}, {"prompt": "2"}]
 
 
 def test_a_state_that_no_file_holds_is_an_error_at_once(opened):

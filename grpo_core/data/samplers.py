@@ -373,6 +373,8 @@ class _WatchedLoader:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a copy is asked for them before it has a loader
+            raise AttributeError(name)
         return getattr(self._loader, name)
 
 
