@@ -151,7 +151,7 @@ class SavedLoader:
     position: SavedPosition
 
 
-FORMAT = 7
+FORMAT = 8
 _MANIFEST = "manifest.json"
 _PARTIAL = ".partial"
 _ARRAYS = "pipeline.safetensors"

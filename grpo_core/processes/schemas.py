@@ -26,19 +26,24 @@ def file() -> str:
 
 @functools.cache
 def chat_template_utils() -> types.ModuleType:
-    """Import the module, which has ``get_json_schema``, in a stub package where nothing is available."""
+    """Import the module, which has ``get_json_schema``, in a stub package."""
+    pictures = importlib.util.find_spec("PIL") is not None
 
-    def never(name: str) -> object:
-        """Return ``is_..._available`` of a package that is not installed."""
+    def asked(name: str) -> object:
+        """Return ``is_..._available``: whether a hint may be a type of the package."""
         if not name.startswith("is_"):
             raise AttributeError(name)
-        return lambda: False
+        hinted = {
+            "is_vision_available": lambda: pictures,
+            "is_torch_available": lambda: "torch" in sys.modules,
+        }
+        return hinted.get(name, lambda: False)
 
     package = types.ModuleType("grpo_core_schemas")
     package.__path__ = []
     available = types.ModuleType("grpo_core_schemas.import_utils")
     vars(package)["logging"] = types.SimpleNamespace(get_logger=logging.getLogger)
-    vars(available)["__getattr__"] = never
+    vars(available)["__getattr__"] = asked
     sys.modules |= {package.__name__: package, available.__name__: available}
     spec = importlib.util.spec_from_file_location("grpo_core_schemas.chat_template_utils", given or file())
     assert spec is not None
