@@ -26,24 +26,21 @@ def file() -> str:
 
 @functools.cache
 def chat_template_utils() -> types.ModuleType:
-    """Import the module, which has ``get_json_schema``, in a stub package."""
-    pictures = importlib.util.find_spec("PIL") is not None
+    """Import the module, which has ``get_json_schema``, in a stub package where only types of hints are available."""
 
-    def asked(name: str) -> object:
-        """Return ``is_..._available``: whether a hint may be a type of the package."""
+    def never(name: str) -> object:
+        """Return ``is_..._available`` of a package that no hint needs."""
         if not name.startswith("is_"):
             raise AttributeError(name)
-        hinted = {
-            "is_vision_available": lambda: pictures,
-            "is_torch_available": lambda: "torch" in sys.modules,
-        }
-        return hinted.get(name, lambda: False)
+        return lambda: False
 
     package = types.ModuleType("grpo_core_schemas")
     package.__path__ = []
     available = types.ModuleType("grpo_core_schemas.import_utils")
     vars(package)["logging"] = types.SimpleNamespace(get_logger=logging.getLogger)
-    vars(available)["__getattr__"] = asked
+    vars(available)["__getattr__"] = never
+    vars(available)["is_vision_available"] = lambda: importlib.util.find_spec("PIL") is not None
+    vars(available)["is_torch_available"] = lambda: "torch" in sys.modules
     sys.modules |= {package.__name__: package, available.__name__: available}
     spec = importlib.util.spec_from_file_location("grpo_core_schemas.chat_template_utils", given or file())
     assert spec is not None
