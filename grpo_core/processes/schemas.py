@@ -26,7 +26,7 @@ def file() -> str:
 
 @functools.cache
 def chat_template_utils() -> types.ModuleType:
-    """Import the module, which has ``get_json_schema``, in a stub package where only types of hints are available."""
+    """Import the module, which has ``get_json_schema``, in a stub package with what hints need alone."""
 
     def never(name: str) -> object:
         """Return ``is_..._available`` of a package that no hint needs."""
