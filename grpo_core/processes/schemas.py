@@ -40,7 +40,7 @@ def chat_template_utils() -> types.ModuleType:
     vars(package)["logging"] = types.SimpleNamespace(get_logger=logging.getLogger)
     vars(available)["__getattr__"] = never
     vars(available)["is_vision_available"] = lambda: importlib.util.find_spec("PIL") is not None
-    vars(available)["is_torch_available"] = lambda: "torch" in sys.modules
+    vars(available)["is_torch_available"] = lambda: bool(sys.modules.get("torch"))
     sys.modules |= {package.__name__: package, available.__name__: available}
     spec = importlib.util.spec_from_file_location("grpo_core_schemas.chat_template_utils", given or file())
     assert spec is not None
