@@ -91,6 +91,13 @@ def test_the_newest_are_kept(tmp_path):
     assert [step for step, _ in checkpoint.complete_names(tmp_path)] == [10, 20]
 
 
+def test_one_of_the_format_before_is_not_used(tmp_path):
+    """Its pipeline.json names the strategy of a validation by a key, and this one by a pair."""
+    manifest = write(tmp_path, step=1) / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 7}))
+    assert checkpoint.fault(manifest.parent) == "written in format 7, this version reads format 8"
+
+
 def test_one_that_was_passed_over_does_not_outlive_the_next(tmp_path):
     """It is newer by its name: it may not be kept in place of one that holds."""
     for step in (3, 6):

@@ -29,6 +29,7 @@ from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
 from grpo_core.plugins.files import import_file
 from grpo_core.plugins.host import PluginHost
+from grpo_core.testing import make_offer
 from grpo_plugin_curriculum.learnable_prompts import LearnablePrompts
 
 
@@ -510,6 +511,15 @@ def test_a_state_of_something_else_is_refused(opened):
             )
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's call
+def test_a_worker_reads_rows_of_a_file(tmp_path):
+    """It opens the file again."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1"}\n{"prompt": "2"}\n')
+    rows = make_offer("dataloader", f"file:{tmp_path}/rows.jsonl", "train")
+    loader = readable(StatefulDataLoader(rows, batch_size=None, num_workers=1), "it")
+    assert [dict(row) for row in loader] == [{"prompt": "1"}, {"prompt": "2"}]
+
+
 def test_a_state_that_no_file_holds_is_an_error_at_once(opened):
     class Bad(Own):
         def state_dict(self):
@@ -520,6 +530,7 @@ def test_a_state_that_no_file_holds_is_an_error_at_once(opened):
 
 
 BAD = """
+import concurrent.futures
 class Rows:
     def __iter__(self):
         yield {"prompt": "1"}
@@ -541,6 +552,16 @@ class EndsEarly(Raises):
     def __iter__(self):
         return iter(())
 
+class Cancelled:
+    def __init__(self, split):
+        pass
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        raise concurrent.futures.CancelledError("a shard")
+
 def RaisesAtOnce(split):
     raise KeyError("shards")
 """
@@ -552,6 +573,7 @@ def RaisesAtOnce(split):
         ("Raises", "no route to host"),
         ("StateIsAnObject", "state_dict()['cursor'] is <object"),
         ("EndsEarly", "it ended without a row"),
+        ("Cancelled", "CancelledError: a shard"),
         ("RaisesAtOnce", "KeyError: 'shards'"),
     ],
 )

@@ -12,7 +12,9 @@ import sys
 import textwrap
 from pathlib import Path
 
+import PIL.Image
 import pytest
+import torch
 from attrs import evolve
 from bare import bare_venv
 from forks import grpo
@@ -23,6 +25,7 @@ from grpo_core.contracts.records import AgentClient, Episode, Prompt
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.plugins.installed import PluginSelection
 from grpo_core.processes.interpreters import OLDEST, Interpreter
+from grpo_core.processes.schemas import chat_template_utils
 
 ABROAD = '''
     import json, os, shutil, sys
@@ -485,6 +488,22 @@ def test_no_file_of_a_run_has_the_secret_that_its_environment_uses(tmp_path, bar
     assert any(b"$KEY_OF_TODAY" in text for text in unpacked), "the name is written"
     for text in (*unpacked, done.stdout.encode(), done.stderr.encode()):
         assert SECRET.encode() not in text
+
+
+def looked_at(picture: PIL.Image.Image, sound: torch.Tensor) -> str:
+    """Look at a picture.
+
+    Args:
+        picture: what is seen
+        sound: what is heard
+    """
+    return ""
+
+
+def test_the_schema_of_a_tool_knows_pictures_and_tensors():
+    schema = chat_template_utils().get_json_schema(looked_at)
+    found = schema["function"]["parameters"]["properties"]
+    assert {name: of["type"] for name, of in found.items()} == {"picture": "image", "sound": "audio"}
 
 
 ALONE = """

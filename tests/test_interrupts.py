@@ -20,7 +20,7 @@ import pytest
 from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.loop import checkpoint
 from grpo_core.processes import interrupts
-from grpo_core.processes.aio import to_the_end
+from grpo_core.processes.aio import in_own_loop, to_the_end
 
 PROGRAM = [sys.executable, "-m", "grpo_core"]
 TINY = ["--env", "math:sort", "--output", "run"] + [
@@ -54,6 +54,25 @@ def test_a_signal_that_a_library_swallows_ends_the_next_event_loop(number):
         for each, handler in before.items():
             signal.signal(each, handler)
     assert not interrupts._raised
+
+
+def test_a_check_before_the_run_is_ended_while_it_computes():
+    went_on = []
+
+    async def check():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)  # noqa: ASYNC251 - it computes
+        went_on.append(True)
+
+    before = interrupts.handle()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            in_own_loop(check())
+    finally:
+        interrupts._raised.clear()
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert not went_on
 
 
 def test_a_signal_that_python_itself_swallows_comes_again():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from fractions import Fraction
 
@@ -11,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.contracts.errors import PluginError
+from grpo_core.contracts.errors import CheckpointError, PluginError
 from grpo_core.contracts.records import Prompt, SampleRequest
-from grpo_core.data.samplers import Mix, PromptStream, Quotas
+from grpo_core.data.samplers import Mix, PromptStream, Quotas, load_plugin_state
 from grpo_core.testing import MemoryLoader, make_offer
 from grpo_plugin_curriculum.curriculum import Curriculum, Schedule
 from grpo_plugin_curriculum.learnable_prompts import LearnablePrompts
@@ -33,7 +34,7 @@ def request(n, version=0):
 
 @given(weights=WEIGHTS, requests=st.lists(st.integers(1, 40), max_size=60))
 def test_no_task_is_given_a_whole_prompt_more_than_its_share_and_whole_shares_are_exact(weights, requests):
-    quotas, total, drawn = Quotas(), sum(weights.values()), Counter()
+    quotas, total, drawn = Quotas({}, []), sum(weights.values()), Counter()
     for n in requests:
         given_now = quotas.divide(weights, n)
         assert len(given_now) == n
@@ -49,7 +50,7 @@ def test_no_task_is_given_a_whole_prompt_more_than_its_share_and_whole_shares_ar
 @given(weights=WEIGHTS, n=st.integers(1, 40), steps=st.integers(1, 60))
 def test_a_task_has_its_share_of_each_step_or_one_prompt_more_or_less(weights, n, steps):
     """With requests of one size; and over all steps its share is exact but for less than a prompt a task."""
-    quotas, total = Quotas(), sum(weights.values())
+    quotas, total = Quotas({}, []), sum(weights.values())
     counts = [Counter(quotas.divide(weights, n)) for _ in range(steps)]
     for task, weight in weights.items():
         share = n * weight / total
@@ -59,7 +60,7 @@ def test_a_task_has_its_share_of_each_step_or_one_prompt_more_or_less(weights, n
 
 
 def test_what_cannot_be_divided_is_carried_over():
-    quotas = Quotas()
+    quotas = Quotas({}, [])
     steps = [Counter(quotas.divide({"a": 2, "b": 1}, 16)) for _ in range(6)]
     assert [(step["a"], step["b"]) for step in steps] == [(11, 5), (10, 6), (11, 5)] * 2
 
@@ -67,7 +68,7 @@ def test_what_cannot_be_divided_is_carried_over():
 @given(weights=WEIGHTS, n=st.integers(2, 60))
 def test_the_tasks_of_a_request_are_mixed_evenly(weights, n):
     """Any part from the beginning has about its share: a large request may fill several steps."""
-    tasks = Quotas().divide(weights, n)
+    tasks = Quotas({}, []).divide(weights, n)
     whole = Counter(tasks)
     for place in range(1, n + 1):
         part = Counter(tasks[:place])
@@ -81,7 +82,7 @@ def test_the_tasks_of_a_request_are_mixed_evenly(weights, n):
 )
 def test_what_is_replaced_leaves_the_shares_of_the_others_exact(weights, story):
     """Drawn less lost is as exact as without any loss, once all losses are replaced."""
-    quotas, total, drawn, lost = Quotas(), sum(weights.values()), Counter(), Counter()
+    quotas, total, drawn, lost = Quotas({}, []), sum(weights.values()), Counter(), Counter()
     for n, losses in story:
         drawn.update(quotas.divide(weights, n))
         for place in losses:
@@ -96,7 +97,7 @@ def test_what_is_replaced_leaves_the_shares_of_the_others_exact(weights, story):
 
 
 def test_a_task_that_loses_its_weight_forgets_what_it_was_owed():
-    quotas = Quotas()
+    quotas = Quotas({}, [])
     quotas.divide({"a": 1, "b": 1, "c": 1}, 4)
     quotas.lost.append(("c", 0))
     for _ in range(5):
@@ -169,8 +170,26 @@ def test_a_checkpoint_of_a_random_mix_is_continued_with_exact_shares():
     assert Counter(mix.choose(["a", "b"], request(6))) == {"a": 4, "b": 2}
 
 
+@pytest.mark.parametrize("sampler", [Mix, Curriculum])
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (["drawn"], 'it is ["drawn"]; expected a table'),
+        ({}, "drawn is null; expected a whole number of at least 0"),
+        ({"drawn": 3, "quotas": {"a": 1}}, "quotas.owed is null; expected a value; the key is missing"),
+        (
+            {"drawn": 3, "quotas": {"owed": {}}},
+            "quotas.lost is null; expected a value; the key is missing",
+        ),
+    ],
+)
+def test_a_state_that_lacks_what_was_saved_is_refused(sampler, state, said):
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        load_plugin_state(sampler(shares="drawn"), "sampler 'mix'", state)
+
+
 def test_tasks_that_are_owed_the_same_take_turns_in_spite_of_rounding():
-    quotas, weights = Quotas(), {"long": 1, "ranked": 1, "short": 4}
+    quotas, weights = Quotas({}, []), {"long": 1, "ranked": 1, "short": 4}
     steps = [Counter(quotas.divide(weights, 8)) for _ in range(300)]
     assert [(step["long"], step["ranked"]) for step in steps[:3]] == [(2, 1), (1, 2), (1, 1)]
     assert steps == steps[:3] * 100

@@ -22,6 +22,7 @@ from test_cli import ENVIRONMENTS, events, grpo, metrics, refused, start, steps_
 
 from grpo_core.app import launch as launching
 from grpo_core.app.launch import continued, identity
+from grpo_core.app.model_sources import check_adapters
 from grpo_core.config import as_table, build, merge, parse_setting, read_toml
 from grpo_core.contracts.errors import CheckpointError, ConfigError, PluginError
 from grpo_core.contracts.records import Group, Rollout, SampleRequest, Segment
@@ -584,6 +585,36 @@ def test_a_changed_state_with_a_right_checksum_is_one_error(tmp_path, change):
     buffer = Buffer(prompts_per_step=2, max_staleness=2, num_steps=9)
     with pytest.raises(CheckpointError):
         checkpoint.restore(directory, buffer, loaders, stream)
+
+
+MISSING = "null; expected a value; the key is missing"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda state: state["run"]["schedule"].update(lr=-1), "'lr' must be > 0: -1.0 @ $.run.schedule"),
+        (lambda state: state["run"]["schedule"].pop("lr"), f"run.schedule.lr is {MISSING}"),
+        (
+            lambda state: state["buffer"]["ready"][0][1][0].pop("turns"),
+            f"buffer.ready[0][1][0].turns is {MISSING}",
+        ),
+    ],
+)
+def test_a_saved_value_that_its_record_refuses_is_one_error_that_names_file_key_and_value(
+    tmp_path, change, said
+):
+    directory = a_run(tmp_path / "run", ready=1)
+    state = json.loads((directory / "pipeline.json").read_text())
+    change(state)
+    resealed(directory / "pipeline.json", state)
+    with pytest.raises(CheckpointError) as resuming:
+        resumed(tmp_path / "run")
+    with pytest.raises(CheckpointError) as wrong:
+        check_adapters(tmp_path / "run", directory, directory)
+    assert str(wrong.value) == str(resuming.value)
+    assert wrong.value.exit_status == 2
+    assert f"pipeline.json: {said}. Another program" in str(wrong.value)
 
 
 # ---------------------------------------------------------------------------------- samplers

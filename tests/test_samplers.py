@@ -1,6 +1,7 @@
 """Samplers return exactly what was asked for, lose nothing, and continue where they were."""
 
 import collections
+import copy
 import random
 from pathlib import Path
 
@@ -237,3 +238,12 @@ def test_a_plain_function_of_a_file_is_a_sampler(tmp_path):
     wrong = Parts(build([{"sampler": {**chosen, "options": {"frist": "b"}}}]), PluginHost.discover(()))
     with pytest.raises(ConfigError, match=r"no parameter 'frist' for sampler\.options\.frist"):
         assert wrong.sampler
+
+
+def test_a_loader_that_a_sampler_gets_can_be_copied():
+    class Copies(RoundRobin):
+        def sample(self, loaders, request):
+            return super().sample({task: copy.copy(loader) for task, loader in loaders.items()}, request)
+
+    stream = PromptStream(sampler=Copies(), loaders=loaders(a=3), name="copies")
+    assert len(stream.draw(request(2))) == 2

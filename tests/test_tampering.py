@@ -331,6 +331,22 @@ def test_what_changes_nothing_that_happened_is_allowed(run, what):
     assert not verified(run).findings
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"step": "5"}, 'step is "5"; expected a whole number'),
+        ({"step": None}, "step is null; expected a whole number"),
+        ({"step": 1.5}, "step is 1.5; expected a whole number"),
+        ({"step": True}, "step is true; expected a whole number"),
+        ({"manifest": 5}, "manifest is 5; expected a string"),
+    ],
+)
+def test_a_saved_event_of_wrong_types_is_a_finding(tmp_path, wrong, said):
+    event = {"event": "Saved", "step": 5, "manifest": "", **wrong}
+    (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
+    assert f"events.jsonl, line 1: lacks a field of its kind: ValueError: {said}" in str(verified(tmp_path))
+
+
 def test_the_account_of_a_real_run_is_compared_number_by_number(finished):
     """Each counted metric of each StepEnded."""
     events = [json.loads(line) for line in lines_of(finished / "events.jsonl")]

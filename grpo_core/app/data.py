@@ -254,7 +254,7 @@ class Source:
 
         Raises PluginError, ConfigError.
         """
-        thread = Thread(self.name)
+        thread = Thread(self.who)
         rows = await self._rows("train", thread)
         if rows is None:
             raise PluginError(f"{self.who}: it is None for 'train'; expected rows")
@@ -282,7 +282,7 @@ class Source:
 
         Raises PluginError, ConfigError.
         """
-        thread, key = Thread(self.name), f"{self.seed}/validation/{self.task}"
+        thread, key = Thread(self.who), f"{self.seed}/validation/{self.task}"
         try:
             rows = await self._rows("validation", thread)
             if rows is None:

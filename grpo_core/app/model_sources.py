@@ -356,5 +356,6 @@ def check_start(path: Path, before: str, directory: Path | None, why: str) -> No
 
 def check_adapters(path: Path, saved: Path, start: Path) -> None:
     """Raise ConfigError if the adapters of a checkpoint do not belong to the weights in ``start``."""
-    before = checkpoint.read_pipeline(saved).run.start
+    with checkpoint.reading(saved):
+        before = checkpoint.read_pipeline(saved).run.start
     check_start(path, before, start, "to which its adapters belong")

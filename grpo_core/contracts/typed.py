@@ -23,6 +23,8 @@ T = TypeVar("T")
 Count = Annotated[int, "a whole number of at least 0"]
 LONGEST = 80
 """Number of characters of a wrong value that a message shows."""
+REQUIRED: dict[type, Sequence[str]] = {}
+"""For each record that is saved without some of its keys, those that it is saved with."""
 _NAMES: Mapping[Any, str] = {
     bool: "true or false",
     str: "a string",
@@ -30,6 +32,7 @@ _NAMES: Mapping[Any, str] = {
     float: "a number",
     types.NoneType: "null",
 }
+_HOLDING: Mapping[Any, str] = {list: "a list", tuple: "a list", Sequence: "a list", dict: "a table"}
 
 
 def read(path: Path, kind: type[T]) -> T:
@@ -69,7 +72,13 @@ def checked(value: Any, kind: type[T], where: str = "") -> T:
     """
     for place, expected, found in wrong(value, kind, where):
         raise ValueError(f"{place or 'it'} is {shortened(json.dumps(found), LONGEST)}; expected {expected}")
-    return converter().structure(value, kind)
+    from cattrs import BaseValidationError, transform_error
+
+    try:
+        return converter().structure(value, kind)
+    except BaseValidationError as error:
+        said = transform_error(error, where or "$", format_exception=lambda each, kind: str(each))
+        raise ValueError(said[0]) from error
 
 
 def of_plain(value: Any, kind: Any) -> bool:
@@ -105,7 +114,9 @@ def wrong(
             yield where, " or ".join(map(repr, arguments)), value
     elif origin in (typing.Union, types.UnionType):
         if all(any(wrong(value, each, where, is_of)) for each in arguments):
-            yield where, " or ".join(map(_name, arguments)), value
+            inside = [each for each in arguments if _name(each) == _HOLDING.get(type(value))]
+            of_all = [(where, " or ".join(map(_name, arguments)), value)]
+            yield from wrong(value, inside[0], where, is_of) if len(inside) == 1 else of_all
     elif attrs.has(kind) and not isinstance(value, kind):
         if not isinstance(value, dict):
             yield where, "a table", value
@@ -114,7 +125,7 @@ def wrong(
             place = f"{where}.{each.name}" if where else each.name
             if each.name in value:
                 yield from wrong(value[each.name], each.type, place, is_of)
-            elif each.default is attrs.NOTHING:
+            elif each.default is attrs.NOTHING or each.name in REQUIRED.get(kind, ()):
                 yield place, "a value; the key is missing", None
     elif (origin or kind) in (list, tuple, Sequence):
         fixed = origin is tuple and arguments[-1] is not ...
@@ -138,4 +149,4 @@ def _name(kind: Any) -> str:
     origin = typing.get_origin(kind)
     if origin is Annotated:
         return str(typing.get_args(kind)[1])
-    return _NAMES.get(kind) or ("a list" if origin in (list, tuple) else "a table")
+    return _NAMES.get(kind) or _HOLDING.get(origin or kind, "a table")

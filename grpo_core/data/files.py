@@ -469,17 +469,18 @@ def read(path: str, subset: str, split: str, *, who: str, delimiter: str = "") -
     """
     check_there(path, who=who)
     named = f"{who} {path!r}"
+    again = partial(read, path, subset, split, who=who, delimiter=delimiter)
     if delimiter and Path(path).suffix not in DELIMITED:
         raise ConfigError(f"{named}: has no delimiter, as {' and '.join(DELIMITED)} have; leave it out")
     if not is_file(path):
         parts = data_set(path, subset, split, named)
-        return None if parts is None else Ranges(parts)
+        return None if parts is None else Ranges(parts, again)
     if subset:
         raise ConfigError(
             f"{named}: is a file, which has no subset {subset!r}; leave out data_options.subset"
         )
     rows = read_file(path, Path(path).suffix, named, delimiter)
-    return Ranges([(os.path.realpath(path), rows, 0, len(rows))])
+    return Ranges([(os.path.realpath(path), rows, 0, len(rows))], again)
 
 
 def read_file(path: str, suffix: str, who: str, delimiter: str = "") -> Rows:
@@ -496,13 +497,17 @@ class Ranges:
 
     Args:
         parts: the name of rows, the rows, and the indices from and before which they belong to it.
+        again: reads them, for a copy in another process.
     """
 
     read_at_start = True
 
-    def __init__(self, parts: Sequence[tuple[str, Rows, int, int]]) -> None:
-        self.parts = parts
+    def __init__(self, parts: Parts, again: Callable[[], Ranges | None] | None = None) -> None:
+        self.parts, self._again = parts, again
         self._ends = list(accumulate(end - begin for *_, begin, end in parts))
+
+    def __reduce__(self) -> Any:
+        return self._again, ()
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -47,17 +47,21 @@ PROVED = 32
 
 
 class Thread:
-    """Runs calls one after another on a daemon thread: many sources may be used on one thread only."""
+    """Runs calls one after another on a daemon thread: many sources may be used on one thread only.
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    Args:
+        who: the source, for messages.
+    """
+
+    def __init__(self, who: str) -> None:
+        self._who = who
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] | None = None
 
     async def __call__(self, call: Callable[[], T]) -> T:
         """Run a call, and wait for it."""
         if self._calls is None:
             self._calls = queue.SimpleQueue()
-            threading.Thread(target=self._run, args=(self._calls,), name=self._name, daemon=True).start()
+            threading.Thread(target=self._run, args=(self._calls,), name=self._who, daemon=True).start()
         done: Future[T] = Future()
         self._calls.put((done, call))
         return await asyncio.wrap_future(done)
@@ -68,16 +72,16 @@ class Thread:
             self._calls.put(None)
             self._calls = None
 
-    @staticmethod
-    def _run(calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    def _run(self, calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
         while (item := calls.get()) is not None:
             done, call = item
             if done.set_running_or_notify_cancel():
                 try:
                     done.set_result(call())
                 except BaseException as error:  # a plugin's code may raise anything
-                    fits = isinstance(error, Exception) and not isinstance(error, StopIteration)
-                    done.set_exception(error if fits else PluginError(f"{type(error).__name__}: {error}"))
+                    if not isinstance(error, Exception) or isinstance(error, StopIteration | CancelledError):
+                        error = PluginError(f"{self._who}: it raised {type(error).__name__}: {error}")
+                    done.set_exception(error)
 
 
 @frozen

@@ -40,9 +40,9 @@ class Quotas:
     too many, and it has exactly its share whenever the shares of all tasks are whole numbers.
     """
 
-    owed: dict[str, float] = field(factory=dict)
+    owed: dict[str, float]
     """Prompts owed by task; their sum is 0 between two requests, except for rounding."""
-    lost: list[tuple[str, int]] = field(factory=list)
+    lost: list[tuple[str, int]]
     """Task and target version of each prompt that another one of its task has to replace."""
 
     def divide(self, weights: Mapping[str, float], n: int, target: int = 0) -> list[str]:
@@ -101,7 +101,7 @@ class TaskSampler:
         return {"drawn": self.drawn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.drawn = checked(state.get("drawn"), Count, "drawn")
+        self.drawn = checked(checked(state, dict[str, Any]).get("drawn"), Count, "drawn")
 
     def known(self, given: Iterable[str], tasks: Sequence[str], to_do: str) -> None:
         """Raise ConfigError for an unknown task."""
@@ -131,7 +131,7 @@ class WeightedTaskSampler(TaskSampler):
         super().__init__()
         self._seed = seed
         self._shares = shares
-        self._quotas = Quotas()
+        self._quotas = Quotas({}, [])
 
     def weights(self, tasks: Sequence[str], request: SampleRequest) -> Sequence[float]:
         """Return a weight for each task: finite, at least 0, and not all 0."""
@@ -373,6 +373,8 @@ class _WatchedLoader:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a copy is asked for them before it has a loader
+            raise AttributeError(name)
         return getattr(self._loader, name)
 
 

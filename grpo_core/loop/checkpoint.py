@@ -47,6 +47,7 @@ from grpo_core.data.samplers import PromptStream
 from grpo_core.data.streams import Mark
 from grpo_core.loop.buffer import Buffer, BufferStatistics
 from grpo_core.loop.endings import Failure
+from grpo_core.loop.schedule import KEYS as SCHEDULE
 from grpo_core.loop.segments import segment_arrays, segments_of
 from grpo_core.models.files import not_finite
 from grpo_core.storage.disk import REPLACED, Disk, files, fingerprint, put, seal
@@ -150,7 +151,7 @@ class SavedLoader:
     position: SavedPosition
 
 
-FORMAT = 7
+FORMAT = 8
 _MANIFEST = "manifest.json"
 _PARTIAL = ".partial"
 _ARRAYS = "pipeline.safetensors"
@@ -162,10 +163,12 @@ _NAME = re.compile(rf"step-(\d{{6,}})({re.escape(REPLACED)})?")
 
 
 attrs.resolve_types(Rollout, localns={"NDArray": NDArray, "np": np})  # its module imports no numpy
+_ROLLOUT = tuple(each.name for each in attrs.fields(Rollout) if each.name not in _APART)
 _OMITTED: Any = dict.fromkeys(_APART, override(omit=True))
 typed.converter().register_structure_hook(
     Rollout, make_dict_structure_fn(Rollout, typed.converter(), **_OMITTED)
 )
+typed.REQUIRED.update({Rollout: _ROLLOUT, TrainerConfig: SCHEDULE})
 
 
 # ---------------------------------------------------------------------------------- writing
@@ -331,8 +334,7 @@ def _plain(value: Any) -> Any:
         case Group():
             return value.rollouts
         case Rollout():
-            names = (each.name for each in attrs.fields(Rollout))
-            return {name: getattr(value, name) for name in names if name not in _APART}
+            return {name: getattr(value, name) for name in _ROLLOUT}
         case Mapping():
             return dict(value)
     raise TypeError(f"{type(value).__name__} cannot be saved as JSON: {value!r}")

@@ -207,7 +207,9 @@ def to_the_end(main: Coroutine[Any, Any, T]) -> T:
 
 
 def in_own_loop(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end on another thread: an event loop may run on this one."""
+    """Run a coroutine to its end: on another thread if an event loop runs on this one."""
+    if asyncio._get_running_loop() is None:  # otherwise a signal would wait for the thread
+        return asyncio.run(main)
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(contextvars.copy_context().run, asyncio.run, main).result()
 

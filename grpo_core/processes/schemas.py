@@ -26,10 +26,10 @@ def file() -> str:
 
 @functools.cache
 def chat_template_utils() -> types.ModuleType:
-    """Import the module, which has ``get_json_schema``, in a stub package where nothing is available."""
+    """Import the module, which has ``get_json_schema``, in a stub package with what hints need alone."""
 
     def never(name: str) -> object:
-        """Return ``is_..._available`` of a package that is not installed."""
+        """Return ``is_..._available`` of a package that no hint needs."""
         if not name.startswith("is_"):
             raise AttributeError(name)
         return lambda: False
@@ -39,6 +39,8 @@ def chat_template_utils() -> types.ModuleType:
     available = types.ModuleType("grpo_core_schemas.import_utils")
     vars(package)["logging"] = types.SimpleNamespace(get_logger=logging.getLogger)
     vars(available)["__getattr__"] = never
+    vars(available)["is_vision_available"] = lambda: importlib.util.find_spec("PIL") is not None
+    vars(available)["is_torch_available"] = lambda: bool(sys.modules.get("torch"))
     sys.modules |= {package.__name__: package, available.__name__: available}
     spec = importlib.util.spec_from_file_location("grpo_core_schemas.chat_template_utils", given or file())
     assert spec is not None

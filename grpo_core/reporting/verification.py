@@ -12,6 +12,7 @@ from typing import Any
 from attrs import define, field, frozen
 
 from grpo_core.contracts.errors import ConfigError
+from grpo_core.contracts.typed import checked
 from grpo_core.loop import checkpoint
 from grpo_core.loop.laws import Laws, summary
 from grpo_core.models.files import taken_elsewhere
@@ -79,6 +80,8 @@ class Checkpoints:
 
     def observe(self, event: Mapping[str, Any]) -> None:
         """Account for an event."""
+        for key, kind in (("step", int), ("manifest", str)):
+            checked(event.get(key, kind()), kind, key)
         match event["event"]:
             case "Opened":
                 self._needed = {step for step in self._needed if step <= event["step"]}

@@ -7,7 +7,7 @@ from math import inf
 from statistics import fmean
 from typing import Any, Literal, get_args
 
-from attrs import asdict, define, field
+from attrs import asdict, define
 
 from grpo_core import (
     ConfigError,
@@ -36,9 +36,9 @@ class Scored:
     """The scores of a version by prompt."""
 
     version: typed.Count
-    scores: dict[str, dict[str, float]] = field(factory=dict)
+    scores: dict[str, dict[str, float]]
     """Scores of each prompt that has a scored rollout."""
-    missing: dict[str, float] = field(factory=dict)
+    missing: dict[str, float]
     """Share of the rollouts that are unscored, of each prompt that lacks some."""
 
     def ends(self, prompt: str) -> tuple[float, float]:
@@ -153,7 +153,7 @@ class Paired(ScoringStrategy):
 
     async def _measure(self, context: ValidationContext, task: str) -> dict[str, float]:
         prompts = sorted(context.prompts[task], key=lambda prompt: derive_seed("paired", task, prompt.id))
-        standard, scored = self._standards.get(task), Scored(context.version)
+        standard, scored = self._standards.get(task), Scored(context.version, {}, {})
         one, other = (Comparison(confidence=self.confidence, **self._limits) for _ in range(2))
         comparison = Bounds(one, other)
         played: list[Rollout] = []

@@ -169,6 +169,14 @@ def test_the_standard_survives_as_json_and_the_next_version_is_compared_with_it(
     assert resumed.state_dict() == first.state_dict()
 
 
+@pytest.mark.parametrize("key", ["version", "scores", "missing"])
+def test_a_saved_standard_that_lacks_a_key_is_refused(key):
+    standard = {"version": 0, "scores": {"1": {"reward": 1.0}}, "missing": {}}
+    del standard[key]
+    with pytest.raises(ValueError, match=f"sort.{key} is null; expected a value; the key is missing"):
+        Paired().load_state_dict({"sort": standard})
+
+
 class Lacking(Context):
     """A judge times out for most of the wrong replies of later versions."""
 
