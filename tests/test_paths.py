@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from attrs import evolve
+from forks import grpo
 
 from grpo_core.app.launch import configure_target, continued, new_run
 from grpo_core.app.model_sources import find_target
@@ -198,3 +199,20 @@ def test_a_factory_gets_a_path_where_it_expects_one_and_nothing_else_is_one(here
             host.make("environment", "./mine.py:Mine", file=wrong)
     with pytest.raises(PluginError, match=r"option 'more' is \['a', 3\]; expected"):
         host.make("environment", "./mine.py:Mine", file="a", more=["a", 3])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        ["--env", "~nobody-here/x.py"],
+        ["--env", "math:sort", "--model", "~nobody-here/m"],
+        ["--env", "math:sort", "--set", "tasks.sort.data=~nobody-here/d.jsonl"],
+        ["--env", "math:sort", "--set", "environment.python=~nobody-here/python"],
+    ],
+    ids=lambda chosen: chosen[-1],
+)
+def test_the_home_of_a_user_who_is_not_there_is_a_file_that_is_not_there(chosen, tmp_path):
+    done = grpo(tmp_path, "train", *chosen)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "~nobody-here/" in done.stderr

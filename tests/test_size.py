@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from size import code_lines, counted, sums
 
-LIMITS = {"core": 22_473, "built-in": 5_478, "all distributions": 53_685}
+LIMITS = {"core": 22_478, "built-in": 5_478, "all distributions": 53_691}
 
 
 @pytest.mark.parametrize("part", LIMITS)

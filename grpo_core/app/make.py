@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import inspect
+import os
 import re
 from collections.abc import Iterable, Mapping
 from math import lcm
@@ -155,7 +156,7 @@ def _check_scores(parts: Parts) -> None:
                 f"{config.trainer.name!r} scores by {', '.join(offered) or 'none'}"
             )
         model = score.model and scoring_model(name, score.model)
-        if model and not (Path(model).expanduser() / ADAPTERS).is_file():
+        if model and not (Path(os.path.expanduser(model)) / ADAPTERS).is_file():
             check_path(model)
         elif model and importlib.util.find_spec("peft") is None:  # transformers needs it for adapters
             raise ConfigError("a score by adapters needs the package peft: pip install 'grpo-core[lora]'")

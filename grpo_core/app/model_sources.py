@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -258,7 +259,7 @@ def find_target(
         raise ConfigError(f"--step {step} is for the checkpoints of a run, and {target} is not a run")
     if target is None:
         return EvalTarget(name="the model", model=None, version=0, table={})
-    path = Path(target).expanduser()
+    path = Path(os.path.expanduser(target))
     if (path / CONFIG).is_file():
         return _of_run(target, path, block, step)
     if PluginHost.discover(allow, block).offers("model", target):
@@ -325,7 +326,7 @@ def scoring_model(name: str, path: str) -> str:
 
     Raises ConfigError for a run without a checkpoint.
     """
-    directory = Path(path).expanduser()
+    directory = Path(os.path.expanduser(path))
     if not (directory / CONFIG).is_file():
         return path
     found = checkpoint.newest(RunDirectory(directory).checkpoints)

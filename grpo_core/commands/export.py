@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -171,10 +172,10 @@ def dtypes(directory: Path) -> str:
 def base_model(export: Export) -> str:
     """Return the hub id or the directory of the model that the run started from."""
     path, made = export.config.model.path, (export.run.model / "config.json").exists()
-    if not made and path.count("/") == 1 and not Path(path).expanduser().exists():
+    if not made and path.count("/") == 1 and not Path(os.path.expanduser(path)).exists():
         return path
     if not made and path.count("/") and export.form == "adapters":
-        return str(Path(path).expanduser().absolute())  # it need not exist: adapters only name it
+        return str(Path(os.path.expanduser(path)).absolute())  # it need not exist: adapters only name it
     return str(started_from(export.run, export.config).absolute())
 
 

@@ -324,7 +324,7 @@ class DataChoice:
 
     def same(self, other: DataChoice) -> bool:
         """Return whether both name the same file, directory or data set."""
-        paths = [os.path.realpath(Path(each.text).expanduser()) for each in (self, other)]
+        paths = [os.path.realpath(Path(os.path.expanduser(each.text))) for each in (self, other)]
         return self.text == other.text or (self.name.startswith(FILES) and paths[0] == paths[1])
 
     def split(self, split: str) -> str:
@@ -348,12 +348,12 @@ def is_path(text: str) -> bool:
     """Return whether a value of ``data`` is a file or a directory, and not the name of a dataloader."""
     if in_file(text) is not None:
         return False
-    return is_file(text) or Path(text).expanduser().exists() or (":" not in text and "/" in text)
+    return is_file(text) or Path(os.path.expanduser(text)).exists() or (":" not in text and "/" in text)
 
 
 def check_there(text: str, *, who: str) -> None:
     """Raise ConfigError if a value of ``data`` is a path that does not exist."""
-    if not is_path(text) or Path(text).expanduser().exists():
+    if not is_path(text) or Path(os.path.expanduser(text)).exists():
         return
     hint = "" if is_file(text) else f"; a data set of the Hugging Face hub is written hub:{text}"
     raise ConfigError(f"{who} = {text!r}: there is no such file (from {str(Path.cwd())!r}){hint}")

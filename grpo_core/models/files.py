@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -27,13 +28,13 @@ def local_directory(path: str) -> str:
     Raises ModelError if there is no model at ``path``.
     """
     check_path(path)
-    directory = Path(path).expanduser()
+    directory = Path(os.path.expanduser(path))
     return str(directory) if directory.is_dir() else _download(path)
 
 
 def directory_here(path: str) -> Path | None:
     """Return the directory of a model path, or of a downloaded hub id, without network access."""
-    directory = Path(path).expanduser()
+    directory = Path(os.path.expanduser(path))
     if directory.is_dir():
         return directory
     if path.count("/") != 1:
@@ -52,7 +53,7 @@ def check_path(path: str, hint: str = "") -> None:
     Args:
         hint: end of the message; by default, a description of the path.
     """
-    directory = Path(path).expanduser()
+    directory = Path(os.path.expanduser(path))
     if directory.is_dir():
         missing = [
             name for name in ("config.json", "tokenizer_config.json") if not (directory / name).exists()
@@ -98,7 +99,7 @@ def chat_template(name: str) -> str | None:
     if not name:
         return None
     bundled = {path.stem: path for path in sorted(_TEMPLATES.glob("*.jinja"))}
-    path = bundled.get(name) or Path(name).expanduser()
+    path = bundled.get(name) or Path(os.path.expanduser(name))
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

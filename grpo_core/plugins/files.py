@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -57,7 +58,7 @@ def in_file(name: str) -> tuple[Path, str] | None:
     """
     if re.match(r"\w+:", name) or (match := re.fullmatch(r"(.+\.py)(?::(.*))?", name)) is None:
         return None
-    return Path(match[1]).expanduser(), match[2] or ""
+    return Path(os.path.expanduser(match[1])), match[2] or ""
 
 
 def import_file(path: Path) -> Any:
@@ -94,7 +95,7 @@ def load_object(name: str, *, who: str) -> Any:
     if not separator or not home or not attribute:
         raise ConfigError(f"{who}: {name!r} is not a name; write {who}:MODULE:NAME or {who}:./file.py:NAME")
     try:
-        module = _file(Path(home).expanduser().resolve()) if home.endswith(".py") else _module(home)
+        module = _file(Path(os.path.expanduser(home)).resolve()) if home.endswith(".py") else _module(home)
     except Exception as error:
         raise ConfigError(f"{who}: {home} cannot be imported: {with_place(error)}") from error
     found = module

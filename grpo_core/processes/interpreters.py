@@ -68,7 +68,7 @@ class Interpreter:
 
         Raises ConfigError if there is none, or if it cannot run grpo-core's part of an environment.
         """
-        place = Path(python).expanduser()
+        place = Path(os.path.expanduser(python))
         inside = place / "bin" / "python"
         if place.is_dir() and not inside.exists():
             raise ConfigError(

@@ -132,7 +132,7 @@ class AgentProgram(Environment):
 
 def _module(words: Sequence[str]) -> ModuleType | None:
     """Return the module of a Python file that defines ``async def run``; None for any other command."""
-    path = Path(words[0]).expanduser()
+    path = Path(os.path.expanduser(words[0]))
     if len(words) > 1 or path.suffix != ".py":
         return None
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,7 +51,7 @@ def load_task(name: str, arguments: Mapping[str, Any]) -> Any:
 
 def _made(home: str, task_name: str, arguments: Mapping[str, Any]) -> Any:
     if home.endswith(".py"):
-        path = Path(home).expanduser().resolve()
+        path = Path(os.path.expanduser(home)).resolve()
         if not path.is_file():
             raise grpo.ConfigError(f"inspect: there is no file {path}")
         tasks = importlib.import_module("inspect_ai._eval.loader").load_tasks(

@@ -162,7 +162,7 @@ def _python() -> str:
 def absolute(name: str) -> str:
     """Return ``./file.py:Class`` with an absolute path, since workers have another working directory."""
     spelled = re.fullmatch(r"(.+\.py)((?::.*)?)", name)
-    return f"{Path(spelled[1]).expanduser().resolve()}{spelled[2]}" if spelled else name
+    return f"{Path(os.path.expanduser(spelled[1])).resolve()}{spelled[2]}" if spelled else name
 
 
 def where() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ class HostedModel:
         return StartModel(path=path, positions=positions, doing=f"connecting to the service for {self._name}")
 
     def _directory(self) -> str:
-        if (directory := Path(self._tokenizer).expanduser()).is_dir():
+        if (directory := Path(os.path.expanduser(self._tokenizer))).is_dir():
             return str(directory)
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
