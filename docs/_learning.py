@@ -33,7 +33,7 @@ WAYS = {
     "rewards (GRPO)": (0, "grpo"),
     "hints": (0, "hints"),
 }
-"""How SmolLM2 learns sums."""
+"""The arms of the study of sums, by their titles on the page."""
 NUMBERS, PICTURE, PAGE = DOCS / "learning.json", DOCS / "learning.svg", DOCS / "learning.md"
 WINDOW = 10
 """Steps whose mean reward is one number of ``reward``."""
@@ -127,7 +127,7 @@ def equivalence(runs: Runs, arm: Arm, other: Arm) -> str:
 
 
 def taught(runs: Runs) -> str:
-    """What hints teach in ten steps and in forty, and rewards."""
+    """Return a table of the accuracy after 10 and 40 steps, from rewards and from hints."""
     if not runs:
         return "No seed is in yet."
     lines = ["| learns from | seeds | at first | 10 steps | 40 steps |", "|---|---|---|---|---|"]

@@ -79,7 +79,7 @@ def absolute(given):
 
 
 def made(directory, options):
-    """What an option's factory gets in a process whose run was started in a directory."""
+    """Return the options that a factory gets in a process whose run was started in a directory."""
     host = PluginHost.of(PluginSelection(directory=str(directory)))
     return host.make("environment", f"{directory}/mine.py:Mine", **options).given
 

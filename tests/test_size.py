@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from size import code_lines, counted, sums
 
-LIMITS = {"core": 22_478, "built-in": 5_478, "all distributions": 53_691}
+LIMITS = {"core": 22_474, "built-in": 5_478, "all distributions": 53_687}
 
 
 @pytest.mark.parametrize("part", LIMITS)

@@ -99,11 +99,11 @@ def continued(
     with wrong_input():
         directory, before = RunDirectory.open(path, block)
         directory.lock()
-    made = contextlib.ExitStack()
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(directory.unlock)  # a stored error would keep the lock
         with wrong_input():
             run = _resumed(directory, before, changes, block, offers)
-        made.callback(lambda: in_own_loop(run.parts.aclose()))
+        undo.callback(lambda: in_own_loop(run.parts.aclose()))
         if run.finished is None:  # otherwise no part starts
             if run.checkpoint is not None:
                 _check_states(run.checkpoint.directory, run.parts)
@@ -112,10 +112,7 @@ def continued(
             directory.replace_config(run.parts.config)
             if run.checkpoint is None:
                 directory.remove_model()  # it was made for the previous configuration
-    except BaseException:
-        made.close()
-        directory.unlock()  # a stored error would keep the lock
-        raise
+        undo.pop_all()
     return run
 
 

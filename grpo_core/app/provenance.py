@@ -49,7 +49,7 @@ def with_absolute_paths(config: Config, host: PluginHost, directory: str = "") -
 
 
 def located(config: Config, host: PluginHost, directory: str = "") -> Config:
-    """Do the same, but for the models of scores.
+    """Return the configuration with these paths absolute, except those of the models of scores.
 
     Environments that may be loadable only in their own process keep the paths in their options as they are;
     these count from the directory of the run.

@@ -811,8 +811,8 @@ class Config(WithSections):
         of_sets = self.validation.environments(self.validation.sets)
         for task in (*self.tasks.values(), *of_sets.values()):
             yield "environment", task.env, task.options
-            yield "dataloader", task.data, task.data_options
-            yield "dataloader", task.validation_data, task.data_options
+            for data in filter(None, (task.data, task.validation_data)):
+                yield "dataloader", data, task.data_options
             if task.player:
                 yield "player", task.player, task.player_options
         for strategy in map(self.validation.of_set, self.validation.sets):

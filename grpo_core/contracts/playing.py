@@ -168,7 +168,7 @@ class EnvironmentClient(Protocol):
     """An environment in its process, as the rollout code calls it."""
 
     about: Description
-    """What it declares; known once it has started."""
+    """The declarations of the environment; they are known once it has started."""
     player: Player | None
     """The player of its rollouts; None plays them turn by turn."""
 

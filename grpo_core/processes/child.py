@@ -46,6 +46,7 @@ from typing import Any, Protocol
 from grpo_core.contracts import errors, incidents
 from grpo_core.processes import orphans, secrets
 from grpo_core.processes.interpreters import Interpreter
+from grpo_core.processes.memory import resident
 from grpo_core.processes.served import LENGTH, Answer, Call, Connection, RemoteTraceback, framed
 from grpo_core.text.credentials import Mask
 
@@ -98,9 +99,7 @@ def memory() -> dict[str, float]:
     for pid, name in [(os.getpid(), "main"), *named.items()]:
         metric = "memory/" + re.sub(r"\W+", "_", name).strip("_")  # such as "environment_of_task_sort"
         for each in descendants(pid, named.keys() if name == "main" else ()):
-            with contextlib.suppress(OSError, IndexError):  # it has ended
-                pages = int(Path(f"/proc/{each}/statm").read_text().split()[1])
-                found[metric] += pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+            found[metric] += resident(each) / 2**20
     return {name: mib for name, mib in found.items() if mib}
 
 

@@ -37,10 +37,10 @@ def thread_count(configured: int, colocated: bool, ranks: int = 1) -> int:
     return configured or max(1, (cores // 2 if colocated else cores) // ranks)
 
 
-def resident() -> int:
-    """Return the resident bytes of this process, or 0 if unknown."""
+def resident(process: int | str = "self") -> int:
+    """Return the resident bytes of this process, or of another by its number; 0 if unknown."""
     try:
-        with open("/proc/self/statm", encoding="ascii") as file:
+        with open(f"/proc/{process}/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:
+    except (OSError, IndexError):  # there is no /proc, or the process has ended
         return 0

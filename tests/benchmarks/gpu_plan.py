@@ -158,7 +158,7 @@ def second(device: str) -> Plan:
 
 
 def third(device: str) -> Plan:
-    """What the first two have no time for: figures of the engine of 4B, and of its training with LoRA."""
+    """Measure the engine of 4B and its training with LoRA, for which the first two have no time."""
     shape = "4B" if device == "cuda" else "tiny"
     lora = f"{shape}, LoRA"
     return [
