@@ -429,6 +429,8 @@ class SimulatedEngine:
         self._lost = False
         self._unanswered: Counter[int] = Counter()
         """Canaries of a version that were left unanswered."""
+        self._outdated: int | None = None
+        """The version whose weights it should have, if it has those of before."""
         self._up_at = asyncio.get_running_loop().time() + starts if starts else 0.0
         if node is not None:
             node.append(self)
@@ -568,8 +570,13 @@ class SimulatedEngine:
         self._check_alive()
         tensors = self._memory.read(weights, fault)
         self.version = weights.version
-        if fault != "old_weights":
-            self.weights = tensors
+        if fault == "old_weights":
+            self._outdated = weights.version
+            return
+        if self._outdated == weights.version and self._node is None:  # sent again: its canary had no answer
+            self._dice.fatal.remove("old_weights")
+        self._outdated = None
+        self.weights = tensors
 
     async def aclose(self) -> None:
         self._lost = True
