@@ -45,12 +45,23 @@ CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
     "generation": {"trainer.proximal": "generation"},
 }
 """The settings of each correction.  The caps are the default, 2."""
-HELD_OUT = {"tasks.sums.options.held_out": 400, "validation.prompts": 400, "validation.every": 10}
-LOSSES: Mapping[str, Mapping[str, Any]] = {
-    "grpo": HELD_OUT,
-    "hints": HELD_OUT | {"rollout.max_tokens": 24, "trainer.prompts_per_step": 32},
+BOTH = {
+    "tasks.sums.options.held_out": 400,
+    "validation.prompts": 400,
+    "validation.every": 10,
+    "trainer.updates_per_step": 4,
 }
-"""The settings of each way to learn sums."""
+LOSSES: Mapping[str, Mapping[str, Any]] = {
+    "grpo": BOTH,
+    "hints": BOTH
+    | {
+        "rollout.max_tokens": 24,
+        "rollout.group_size": 4,
+        "trainer.prompts_per_step": 16,
+        "loss.options.teach": "mix",
+    },
+}
+"""The settings of each way to learn sums; both have 64 rollouts a step."""
 ARMS: Mapping[str, Mapping[int, tuple[str, ...]]] = {
     "sort": {
         0: ("off",),
