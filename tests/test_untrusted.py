@@ -19,9 +19,9 @@ import grpo_core as grpo
 from grpo_core.contracts.unicode import DEEPEST, lone_surrogate, well_formed
 from grpo_core.engines.text import TextRenderer
 from grpo_core.environments.host import EnvironmentHost
-from grpo_core.kit import normalised, read_json
+from grpo_core.kit import read_json
 from grpo_core.testing import run
-from grpo_core.text.messages import MessageError, parsed
+from grpo_core.text.messages import MessageError, normalised, parsed
 from grpo_core.text.response_formats import assistant_message
 from grpo_core.text.thoughts import split_thought
 from grpo_core.text.untrusted import read_body
