@@ -84,7 +84,8 @@ async def play(
     engine: LocalEngine,
 ) -> list[Rollout]:
     """Return the group of the run's prompt ``number``: several completions of one prompt, with rewards."""
-    prompt_ids = tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, return_dict=False)
+    # the tiny model is a base model: it has no chat template
+    prompt_ids = tokenizer.encode("".join(message["content"] for message in prompt.messages))
     requests = [
         GenerationRequest(
             prompt_ids=prompt_ids,

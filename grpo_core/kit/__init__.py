@@ -47,9 +47,10 @@ An environment that is made of others:
 
     evaluate_of, Judgement   call another environment, and read what it returns
 
-Whatever runs on an event loop:
+A player or an engine that returns text:
 
     aio                    awaits several calls, cancels tasks and waits until they have ended
+    normalised             reads messages that others write; raises ValueError
 
 The configuration, and states:
 
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
     from grpo_core.contracts.incidents import reported_to as reported_to
     from grpo_core.contracts.playing import check_request as check_request
     from grpo_core.contracts.records import Judgement as Judgement
+    from grpo_core.contracts.unicode import read_json as read_json
     from grpo_core.engines.child import ChildEngine as ChildEngine
     from grpo_core.engines.local.decoding_server import DecodingServer as DecodingServer
     from grpo_core.engines.local.engine import LocalEngine as LocalEngine
@@ -100,7 +102,7 @@ if TYPE_CHECKING:
     from grpo_core.processes.child import Child as Child
     from grpo_core.processes.child import scratch_directory as scratch_directory
     from grpo_core.storage.planes import RemotePlane as RemotePlane
-    from grpo_core.text.untrusted import read_json as read_json
+    from grpo_core.text.messages import normalised as normalised
     from grpo_core.training.model import Model as Model
     from grpo_core.training.model import ModelSource as ModelSource
     from grpo_core.training.process import ProcessTrainer as ProcessTrainer

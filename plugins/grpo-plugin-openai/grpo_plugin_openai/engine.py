@@ -23,7 +23,7 @@ from grpo_core import (
     TextEngine,
     Unavailable,
 )
-from grpo_core.kit import Service, services
+from grpo_core.kit import Service, normalised, services
 from grpo_plugin_openai.progress import Progress
 from grpo_plugin_openai.replies import Replies, digest
 
@@ -206,8 +206,9 @@ def _read(answer: Mapping[str, Any], url: str, stops: Sequence[str]) -> tuple[Re
             message["reasoning_content"] = str(thought)
         if calls:
             message["tool_calls"] = [{"type": "function", "function": call["function"]} for call in calls]
+        (message,) = normalised([message], sampled=True)
         stopped = next((choice[key] for key in STOPPED_BY if choice.get(key) in stops), "")
-        if stopped and given.get("content") is not None:
+        if given.get("content") is not None:
             message["content"] = message["content"].removesuffix(stopped) + stopped
         reply = Reply(
             message=message,

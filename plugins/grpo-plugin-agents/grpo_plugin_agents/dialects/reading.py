@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_core import Message, errors
-from grpo_core.text.messages import normalised
+from grpo_core.kit import normalised
 from grpo_plugin_agents.dialects.requests import BadRequest
 
 _READ = ("model", "stream", "tools", "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs",
