@@ -101,7 +101,7 @@ class ToolsOfServer(grpo.Environment):
         A limit of the other environment also applies to its tools and sessions, which are called directly.
         """
         inner = self._environment
-        own: int = getattr(inner, "concurrency", None) or getattr(self._evaluate, "concurrency", 0)
+        own: int = getattr(inner, "concurrency", 0) or getattr(self._evaluate, "concurrency", 0)
         played = self._has_sessions or len(self.tools) > 0
         self._judging = asyncio.Semaphore(own) if own else contextlib.nullcontext()
         self.concurrency = own if own and played else max(calls_at_once, own)
