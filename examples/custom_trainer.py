@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import grpo_core as grpo
-from grpo_core.kit import Child, Config, PluginHost, SharedMemoryWriter, as_table, needs_of
+from grpo_core.kit import Child, Config, PluginHost, SharedMemoryWriter, as_table
 
 UNKNOWN = {
     "updates_per_step": 1, "betas": (0.9, 0.95), "activations": "keep",
@@ -97,7 +97,7 @@ class Server:
 
         host = PluginHost.discover(setup.plugins, setup.block)
         self.loss = host.function("loss", setup.loss.name, **setup.loss.options)
-        if missing := needs_of(self.loss.function, self.loss.options) - {"all_rows", "sequences"}:
+        if missing := self.loss.needs - {"all_rows", "sequences"}:
             raise grpo.ConfigError(
                 f"trainer: the loss {setup.loss.name!r} needs {', '.join(sorted(missing))}, which this "
                 "trainer does not compute; choose other options of the loss"

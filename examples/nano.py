@@ -8,7 +8,7 @@ no trained token is older than ``MAX_STALENESS`` versions.  Read from the top: p
 loss, update, and the loop at the end.  With the same seed, ``grpo-core train`` trains the same weights
 (``tests/test_nano.py``).
 
-It takes from grpo-core the tiny model, the tokenizer, and the engine ``local``, which is another process and
+It takes from grpo-core the tiny model, and the engine ``local``, which is another process and
 reads the weights from shared memory.  ``grpo-core train`` has what is left out here:
 
     several tasks and turns, tools, agents, and environments in processes that can be killed
@@ -25,21 +25,17 @@ import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from statistics import fmean, stdev
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_core import Completion, EngineSetup, Environment, Episode, GenerationRequest, Prompt, Weights
-from grpo_core.kit import (
-    LocalEngine,
-    Renderer,
-    SharedMemoryWriter,
-    checkpoint_tensors,
-    derive_seed,
-    make_tiny_model,
-)
+from grpo_core.kit import LocalEngine, SharedMemoryWriter, checkpoint_tensors
+from grpo_core.testing import make_tiny_model
 from grpo_plugin_math.exercises import sort
 
 SEED = 0
@@ -74,17 +70,28 @@ class Rollout:
     reward: float
 
 
+def seed_of(number: int, i: int) -> int:
+    """Return the seed of a completion: a digest of the run's seed, its prompt, its turn and its place."""
+    digest = blake2b(repr((SEED, number, 0, i)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
 async def play(
-    number: int, prompt: Prompt, environment: Environment, renderer: Renderer, engine: LocalEngine
+    number: int,
+    prompt: Prompt,
+    environment: Environment,
+    tokenizer: PreTrainedTokenizerBase,
+    engine: LocalEngine,
 ) -> list[Rollout]:
     """Return the group of the run's prompt ``number``: several completions of one prompt, with rewards."""
-    prompt_ids = renderer.prompt_ids(prompt.messages)
+    # the tiny model is a base model: it has no chat template
+    prompt_ids = tokenizer.encode("".join(message["content"] for message in prompt.messages))
     requests = [
         GenerationRequest(
             prompt_ids=prompt_ids,
             max_tokens=MAX_TOKENS,
-            stop_token_ids=renderer.stop_token_ids,
-            seed=derive_seed(SEED, number, 0, i),
+            stop_token_ids=(tokenizer.eos_token_id,),
+            seed=seed_of(number, i),
             group=str(number),
         )
         for i in range(GROUP_SIZE)
@@ -92,7 +99,8 @@ async def play(
     completions = await engine.generate(requests)
     episodes = []
     for i, completion in enumerate(completions):
-        reply = {"role": "assistant", "content": renderer.text(completion.token_ids.tolist(), prompt_ids)}
+        content = tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
+        reply = {"role": "assistant", "content": content}
         messages = (*prompt.messages, reply)
         episodes.append(
             Episode(
@@ -196,8 +204,6 @@ class Trainer:
     """Owns the model and the optimizer."""
 
     def __init__(self, directory: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         self._parameters = list(self.model.parameters())
         self._optimizer = torch.optim.AdamW(
@@ -239,7 +245,7 @@ async def train(directory: Path, prompts: Iterator[Prompt], environment: Environ
     Step n is trained by groups of version n - MAX_STALENESS: they begin as soon as the engine holds it.
     """
     torch.set_num_threads(1)
-    renderer = Renderer.load(str(directory))
+    tokenizer = AutoTokenizer.from_pretrained(directory)
     trainer = Trainer(directory)
     engine = LocalEngine(
         EngineSetup(model=str(directory), log_directory=str(directory), seed=SEED, reproducible=True)
@@ -247,7 +253,7 @@ async def train(directory: Path, prompts: Iterator[Prompt], environment: Environ
 
     async def groups_for(step: int, drawn: Sequence[Prompt]) -> list[list[Rollout]]:
         first = step * PROMPTS_PER_STEP
-        playing = (play(first + i, prompt, environment, renderer, engine) for i, prompt in enumerate(drawn))
+        playing = (play(first + i, prompt, environment, tokenizer, engine) for i, prompt in enumerate(drawn))
         return await asyncio.gather(*playing)
 
     def begin(step: int) -> None:

@@ -33,7 +33,6 @@ from grpo_core.kit import (
     EnvironmentSpec,
     ModelRequest,
     PluginHost,
-    Renderer,
     SharedMemoryWriter,
     StartModel,
     checkpoint_tensors,
@@ -43,6 +42,7 @@ from grpo_core.kit import (
     transport_of,
 )
 from grpo_core.testing import HostedEnvironment, prompts
+from grpo_core.text.rendering import Renderer
 from grpo_core.weights import publishing
 from grpo_plugin_devkit.decoding import load_test_model, make_test_model
 

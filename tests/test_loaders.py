@@ -51,13 +51,6 @@ def test_how_much_is_taken_at_once_does_not_matter(takes):
     assert taken == other.take(sum(takes))
 
 
-def test_the_epoch_is_a_number_that_grows():
-    loader = IndexedLoader("a", prompts(8), seed=0)
-    assert (len(loader), loader.epoch) == (8, 0.0)
-    loader.take(12)
-    assert loader.epoch == 1.5
-
-
 @given(n=st.integers(1, 9), before=st.lists(st.integers(1, 12), max_size=6), unused=st.integers(0, 20))
 def test_a_resumed_stream_continues_where_it_was(n, before, unused):
     loader = IndexedLoader("a", prompts(n), seed=5)
@@ -67,7 +60,7 @@ def test_a_resumed_stream_continues_where_it_was(n, before, unused):
     resumed = IndexedLoader("a", prompts(n), seed=5)
     resumed.take(unused)
     resumed.load_state_dict(state)
-    assert resumed.epoch == loader.epoch
+    assert resumed.rows == loader.rows
     assert through_json(resumed.state_dict()) == state
     assert [resumed.take(k) for k in (1, 5, 30)] == [loader.take(k) for k in (1, 5, 30)]
     assert len(json.dumps(state)) < 500
@@ -163,7 +156,7 @@ def check_every_position(n, positions):
         assert ids(twice.take(1)) == stream[position : position + 1]
         thrice = resumed(twice.state_dict(), n)
         assert ids(thrice.take(4)) == stream[position + 1 : position + 5]
-        assert thrice.epoch == (position + 5) / n
+        assert thrice.rows == position + 5
         assert ids(loader.take(1)) == stream[position : position + 1]
 
 

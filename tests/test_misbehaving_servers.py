@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 import grpo_core as grpo
 from grpo_core import EngineSetup, GenerationRequest
 from grpo_core.kit import read_json, services
-from grpo_core.processes.services import LONGEST_WAIT, NotSent, ServiceError, retry_after
-from grpo_core.text.untrusted import read_body
+from grpo_core.processes.services import LONGEST_WAIT, NotSent, ServiceError, read_body, retry_after
 from grpo_plugin_judge.environment import Judge
 from grpo_plugin_mcp.server import Server, ToolFailed
 from grpo_plugin_openai.engine import OpenAIEngine

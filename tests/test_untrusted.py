@@ -19,12 +19,12 @@ import grpo_core as grpo
 from grpo_core.contracts.unicode import DEEPEST, lone_surrogate, well_formed
 from grpo_core.engines.text import TextRenderer
 from grpo_core.environments.host import EnvironmentHost
-from grpo_core.kit import normalised, read_json
+from grpo_core.kit import read_json
+from grpo_core.processes.services import read_body
 from grpo_core.testing import run
-from grpo_core.text.messages import MessageError, parsed
+from grpo_core.text.messages import MessageError, normalised, parsed
 from grpo_core.text.response_formats import assistant_message
 from grpo_core.text.thoughts import split_thought
-from grpo_core.text.untrusted import read_body
 from grpo_plugin_agents.dialects import DIALECTS, BadRequest
 from grpo_plugin_agents.program import _result as result_of
 from grpo_plugin_agents.repeats import Attempt

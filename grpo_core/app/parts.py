@@ -19,7 +19,7 @@ from grpo_core.config.run import RolloutConfig, TrainerSetup, needed_scores
 from grpo_core.contracts import protocols
 from grpo_core.contracts.errors import ConfigError, SelectionError
 from grpo_core.contracts.events import Event
-from grpo_core.contracts.loss import LossSetting, Remark, hints_of, needs_of, problems_of, remarks_of
+from grpo_core.contracts.loss import LossSetting, Remark, hints_of, problems_of, remarks_of
 from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.protocols import (
     AdvantageFunction,
@@ -394,7 +394,7 @@ class Parts:
     @property
     def needs(self) -> frozenset[str]:
         """The needs of the loss with its options, such as "scores.reference"."""
-        return needs_of(self.loss.function, self.loss.options)
+        return self.loss.needs
 
     @property
     def scores(self) -> dict[str, ScoreConfig]:

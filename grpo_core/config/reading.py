@@ -19,7 +19,7 @@ import cattrs
 from grpo_core.config.run import NAMED, TASK_NAME, TRUNCATIONS, Config
 from grpo_core.config.sections import NO_SECTIONS, PluginSections, keys_of
 from grpo_core.contracts.errors import ALIASES, ConfigError, did_you_mean
-from grpo_core.contracts.records import SectionValues, name_of_class
+from grpo_core.contracts.records import SectionValues, name_of_class, without_nulls
 from grpo_core.contracts.typed import of_plain, wrong
 from grpo_core.models.files import taken_elsewhere
 from grpo_core.text.credentials import secrets_in
@@ -364,7 +364,7 @@ def as_table(config: Config) -> dict[str, Any]:
     del table["sections"]
     for section in config.sections:
         table = merge(table, _below(section.name, section.values))
-    return typing.cast("dict[str, Any]", _without_none(table))
+    return typing.cast("dict[str, Any]", without_nulls(table))
 
 
 def _with_tracker_options(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -375,12 +375,6 @@ def _with_tracker_options(table: Mapping[str, Any]) -> dict[str, Any]:
     options = {key: value for key, value in given.items() if isinstance(value, Mapping)}
     rest = {key: value for key, value in given.items() if key not in options}
     return {**table, "tracking": {**rest, "options": options}}
-
-
-def _without_none(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    return {key: _without_none(item) for key, item in value.items() if item is not None}
 
 
 def as_toml(config: Config) -> str:

@@ -145,8 +145,8 @@ class IncidentCounts:
     """Receives an incident, or an event of one, and the number of incidents that it stands for."""
     clock: Callable[[], float] = time.monotonic
     """Returns the time in seconds."""
-    _counts: Counter[str] = field(init=False, factory=Counter)
-    """Number of incidents by kind since the last ``read``."""
+    counts: Counter[str] = field(init=False, factory=Counter)
+    """Number of incidents by kind; ``read`` begins anew."""
     _waiting: dict[Cause, tuple[Any, int]] = field(init=False, factory=dict)
     """The last incident of each cause that was not told, and how many there are."""
     _told: dict[Cause, float] = field(init=False, factory=dict)
@@ -155,7 +155,7 @@ class IncidentCounts:
     def receive(self, incident: Any, count: int = 1) -> None:
         """Count incidents, of which this is the last, and tell them now or later."""
         cause = incident.kind, incident.component
-        self._counts[incident.kind] += count
+        self.counts[incident.kind] += count
         self._waiting[cause] = incident, self._waiting.get(cause, (incident, 0))[1] + count
         self.flush(EVERY)
 
@@ -170,8 +170,8 @@ class IncidentCounts:
         """Return the numbers of incidents since the last call, by ``incidents/KIND``; ends a step."""
         self.flush()
         self._told.clear()
-        counts = {f"incidents/{kind}": float(count) for kind, count in sorted(self._counts.items())}
-        self._counts.clear()
+        counts = {f"incidents/{kind}": float(count) for kind, count in sorted(self.counts.items())}
+        self.counts.clear()
         return counts
 
 

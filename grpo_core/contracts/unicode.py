@@ -1,16 +1,38 @@
-"""Repairs text that UTF-8 cannot write, and makes text harmless for a terminal and a page.  Pure.
+"""Reads JSON of others, repairs text that UTF-8 cannot write, and makes it harmless for a screen.  Pure.
 
 JSON can contain lone surrogates, which no tokenizer accepts.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 DEEPEST = 100
 """Largest depth of lists and objects within each other; several libraries recurse once or more for each."""
+
+_NAMES: Mapping[Any, str] = {dict: "a JSON object", list: "a JSON list", object: "JSON"}
+
+
+def read_json(text: str | bytes | bytearray, kind: type[T]) -> T:
+    """Return JSON, with U+FFFD in place of each lone surrogate.
+
+    Args:
+        kind: dict, list, or object for any value.
+
+    Raises ValueError if it is not JSON, not UTF-8, nested more than ``DEEPEST`` deep, or of another kind.
+    """
+    try:
+        value = well_formed(json.loads(text))
+    except RecursionError:
+        raise ValueError(f"lists and objects more than {DEEPEST} deep") from None
+    if not isinstance(value, kind):
+        raise ValueError(f"expected {_NAMES[kind]}, got {json.dumps(value):.80}")
+    return value
 
 
 def well_formed(value: Any, *, deepest: int = DEEPEST) -> Any:

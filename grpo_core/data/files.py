@@ -313,12 +313,9 @@ def _exact(type: Any) -> Convert | None:
         return _of_objects(lambda name: (name, fields[name])) if {*fields.values()} - {_same} else None
     if hasattr(type, "value_type"):  # lists of all kinds
         return _of_lists(_exact(type.value_type))
-    return _exact(type.storage_type) if hasattr(type, "storage_type") and not _own(type) else None
-
-
-def _own(extension: Any) -> bool:
-    """Return whether pyarrow makes values of an extension's own kind, such as UUIDs."""
-    return str(extension.extension_name) in ("arrow.uuid",)
+    if hasattr(type, "storage_type") and type.extension_name != "arrow.uuid":  # of which pyarrow makes UUIDs
+        return _exact(type.storage_type)
+    return None
 
 
 def _of_lists(item: Convert | None) -> Convert | None:

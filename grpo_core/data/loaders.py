@@ -322,17 +322,13 @@ class LookAhead:
             )
         taken = [self._ahead.popleft() for _ in range(n)]
         for each in taken:
-            self.remember(each.prompt, each.place)
+            self._recent[each.prompt.id] = each.place
+            if len(self._recent) > RECENT:
+                self._recent.popitem(last=False)
         if taken:
             self.rows = taken[-1].row + 1
             self.forget()
         return [each.prompt for each in taken]
-
-    def remember(self, prompt: Prompt, place: int) -> None:
-        """Remember the place of a prompt that is taken."""
-        self._recent[prompt.id] = place
-        if len(self._recent) > RECENT:
-            self._recent.popitem(last=False)
 
     def forget(self) -> None:
         """Drop what no later checkpoint needs."""
@@ -607,11 +603,6 @@ class IndexedLoader(LookAhead):
     @functools.cached_property
     def _order(self) -> ShuffledOrder:
         return ShuffledOrder(len(self), seed=self._seed, task=self.task)
-
-    @property
-    def epoch(self) -> float:
-        """Number of epochs drawn; 1.5 is half of the second."""
-        return self.rows / len(self)
 
     # ------------------------------------------------------------------------------ drawing
 

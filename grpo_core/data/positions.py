@@ -85,12 +85,9 @@ def _text(entry: Sequence[str] | None) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else repr(value) if _is_plain(value) else type(value).__name__
+    plain = isinstance(value, int | float | bool | list | tuple | dict | set | frozenset | type(None))
+    text = value if isinstance(value, str) else repr(value) if plain else type(value).__name__
     return shortened(text, SHOWN)
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, int | float | bool | list | tuple | dict | set | frozenset | type(None))
 
 
 def _digest(value: Any) -> str:
@@ -175,8 +172,8 @@ class Ids:
     """The ids of the rows of a dataloader, which may come once in an epoch.
 
     A repeat within the look-ahead and the open slots is an error: two groups of one prompt would be in use at
-    once, which is nearly always a loader whose workers all read the same rows.  Repeats that are farther
-    apart are counted.
+    once, which is nearly always a loader whose workers all read the same rows.  The first repeat that is
+    farther apart is a warning.
 
     Args:
         who: the dataloader, for messages.
@@ -186,8 +183,7 @@ class Ids:
         self._who = who
         self._seen: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         """Epoch and number of the row, by a digest of its id."""
-        self.repeated = 0
-        """Number of rows whose id came before in their epoch, within ``WINDOW`` rows."""
+        self._warned = False
 
     def add(self, id: str, epoch: int, row: int, *, near: int, hint: str = "") -> str:
         """Note the id of a row; return a warning about the first repeat.
@@ -212,7 +208,5 @@ class Ids:
                 f"{self._who}: {rows}; ids are unique among the prompts in use.{hint} If the repeat is "
                 "meant, as with a weighted sampler, set data_options.repeats = true"
             )
-        self.repeated += 1
-        if self.repeated > 1:
-            return ""
-        return f"{self._who}: {rows}; such repeats are counted (data_options.repeats = true allows them)"
+        warned, self._warned = self._warned, True
+        return "" if warned else f"{self._who}: {rows}; data_options.repeats = true says that this is meant"

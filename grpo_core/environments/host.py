@@ -148,7 +148,7 @@ class EnvironmentHost:
             wanted = "a whole number of at least 0"
             concurrency = self._declared("concurrency", lambda n: n >= 0, wanted, whole=True)
         self._agents = (concurrency or 1) if self._runs_agents else 0
-        default = SCORES if self._scores and self._evaluates_async else CONCURRENCY
+        default = getattr(evaluate, "concurrency", CONCURRENCY)
         self._concurrency = default if concurrency is None else concurrency
         if deadline is None:
             deadline = self._declared("deadline", lambda s: s > 0, "a number of seconds above 0")
@@ -574,7 +574,10 @@ def defines(environment: Any, name: str) -> bool:
 
 
 def evaluate_of(environment: Any) -> Callable[[Sequence[Episode]], Any] | None:
-    """Return ``evaluate`` of an environment, made of ``score`` if it defines that; None without either."""
+    """Return ``evaluate`` of an environment, made of ``score`` if it defines that; None without either.
+
+    What is made of an async ``score`` has the attribute ``concurrency``: how many calls may run at once.
+    """
     if not defines(environment, "score"):
         evaluate: Callable[[Sequence[Episode]], Any] | None = getattr(environment, "evaluate", None)
         return evaluate
@@ -585,6 +588,7 @@ def evaluate_of(environment: Any) -> Callable[[Sequence[Episode]], Any] | None:
     async def gathered(episodes: Sequence[Episode]) -> list[Any]:
         return await gather(score(episode) for episode in episodes)
 
+    gathered.concurrency = SCORES  # type: ignore[attr-defined]
     return gathered
 
 

@@ -10,7 +10,6 @@ An engine:
     read_buckets           yields them in buckets, so that an engine needs no second copy
     transport_of           the transport that published weights came by
     BackgroundMetrics      metrics of an engine that is elsewhere
-    die_with               ends this process when another one ends
     scratch_directory      makes a directory for temporary files, which a killed process does not leave behind
 
 A trainer:
@@ -19,7 +18,6 @@ A trainer:
     Child                  a process of this machine, which makes an object and answers calls
     SharedMemoryWriter     publishes weights for the engines of this machine
     TorchTrainer, Model, ModelSource, Ranks   the trainer ``torch``, its model, and its processes' collectives
-    needs_of               returns what a loss needs with its options, such as "scores.reference"
     rate                   returns the learning rate of a step
     checkpoint_tensors     names of a model's tensors in files
 
@@ -33,7 +31,7 @@ A source of models:
 
     ModelRequest, StartModel   its argument, and its result
     watched                downloads on a thread, and shows how far it is
-    files, Renderer, make_tiny_model   a model's files, its tokenizer, and a small model
+    files                  a model's files
 
 What goes wrong:
 
@@ -44,11 +42,10 @@ A client or a server of others:
 
     services               asks a service over HTTP: bounded, without redirects (``services.Client``)
     read_json              reads data within limits; raises nothing but ValueError
-    inert                  escapes control characters
 
 An environment that is made of others:
 
-    evaluate_of, SCORES, Judgement   call another environment, and read what it returns
+    evaluate_of, Judgement   call another environment, and read what it returns
 
 A player or an engine that returns text:
 
@@ -60,7 +57,6 @@ The configuration, and states:
     Config, as_table       the whole configuration, and its table
     only_with              marks a key that needs another one: without it the run is refused
     typed                  reads what was saved, or a server said (``typed.checked``)
-    derive_seed            returns a number that depends on names and numbers alone
 
 ``examples/custom_engine.py`` is a complete engine.  Check yours with ``grpo-core check ./file.py:MyEngine``.
 Tools that come with grpo-core, and are of its version, import its modules themselves.
@@ -84,17 +80,14 @@ if TYPE_CHECKING:
     from grpo_core.contracts import typed as typed
     from grpo_core.contracts.incidents import report as report
     from grpo_core.contracts.incidents import reported_to as reported_to
-    from grpo_core.contracts.loss import needs_of as needs_of
     from grpo_core.contracts.playing import check_request as check_request
-    from grpo_core.contracts.playing import derive_seed as derive_seed
     from grpo_core.contracts.records import Judgement as Judgement
-    from grpo_core.demo.tiny import make_tiny_model as make_tiny_model
+    from grpo_core.contracts.unicode import read_json as read_json
     from grpo_core.engines.child import ChildEngine as ChildEngine
     from grpo_core.engines.local.decoding_server import DecodingServer as DecodingServer
     from grpo_core.engines.local.engine import LocalEngine as LocalEngine
     from grpo_core.engines.wrapped import BackgroundMetrics as BackgroundMetrics
     from grpo_core.environments.dispatcher import Service as Service
-    from grpo_core.environments.host import SCORES as SCORES
     from grpo_core.environments.host import evaluate_of as evaluate_of
     from grpo_core.environments.pool import EnvironmentSpec as EnvironmentSpec
     from grpo_core.environments.pool import EnvironmentWorker as EnvironmentWorker
@@ -108,12 +101,8 @@ if TYPE_CHECKING:
     from grpo_core.processes import services as services
     from grpo_core.processes.child import Child as Child
     from grpo_core.processes.child import scratch_directory as scratch_directory
-    from grpo_core.processes.secrets import inert as inert
-    from grpo_core.processes.served import die_with as die_with
     from grpo_core.storage.planes import RemotePlane as RemotePlane
     from grpo_core.text.messages import normalised as normalised
-    from grpo_core.text.rendering import Renderer as Renderer
-    from grpo_core.text.untrusted import read_json as read_json
     from grpo_core.training.model import Model as Model
     from grpo_core.training.model import ModelSource as ModelSource
     from grpo_core.training.process import ProcessTrainer as ProcessTrainer

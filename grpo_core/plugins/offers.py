@@ -26,6 +26,7 @@ from grpo_core.contracts.errors import (
     with_place,
 )
 from grpo_core.contracts.hookspecs import OFFERS, Function, Offer
+from grpo_core.contracts.loss import needs_of
 from grpo_core.contracts.typed import of_plain, wrong
 
 if TYPE_CHECKING:
@@ -128,6 +129,11 @@ class Bound(Generic[Argument, Returned]):
     selected: Selected
     function: Callable[..., Returned]
     options: Mapping[str, Any]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What a loss needs with its options, such as "scores.reference"."""
+        return needs_of(self.function, self.options)
 
     def __call__(self, given: Argument, /) -> Returned:
         """Raises PluginError with the plugin's name if the function raises."""

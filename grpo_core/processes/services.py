@@ -15,15 +15,14 @@ import math
 import random
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urljoin, urlsplit
 
 from attrs import field, frozen
 
 from grpo_core.contracts.errors import ConfigError, GrpoError, Unavailable, one_line
-from grpo_core.contracts.unicode import inert, well_formed
-from grpo_core.text.untrusted import read_body, read_json
+from grpo_core.contracts.unicode import inert, read_json, well_formed
 
 if TYPE_CHECKING:
     import aiohttp
@@ -334,3 +333,25 @@ def _of_tls(error: Exception) -> str:
     if "WRONG_VERSION_NUMBER" in text or "RECORD_LAYER" in text:
         return f"the server does not speak TLS; use http:// ({text})"
     return f"no TLS connection: {text}"
+
+
+async def read_body(parts: AsyncIterable[bytes], headers: Mapping[str, str], largest: int) -> bytes:
+    """Return the body of an answer.
+
+    A client asks for it with ``Accept-Encoding: identity``: a few compressed bytes can unfold to gigabytes.
+
+    Args:
+        headers: of the answer, with case-insensitive names.
+        largest: largest number of bytes.
+
+    Raises ValueError if it is compressed, or longer.
+    """
+    encoding = headers.get("Content-Encoding", "identity")
+    if encoding != "identity":
+        raise ValueError(f"the answer is compressed ({encoding[:50]!r}); expected it uncompressed")
+    body = bytearray()
+    async for part in parts:
+        body += part
+        if len(body) > largest:
+            raise ValueError(f"the answer has more than {largest:,} bytes")
+    return bytes(body)

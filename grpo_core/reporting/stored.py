@@ -88,7 +88,7 @@ def as_json(value: Mapping[str, Any]) -> str:
     try:
         return json.dumps(value, default=str, allow_nan=False)
     except ValueError:
-        return json.dumps(_finite(value), default=str)
+        return json.dumps(json.loads(json.dumps(value, default=str), parse_constant=lambda name: None))
 
 
 def stored_rollouts(run: Path | str, step: int, *, validation: bool = False) -> list[Group]:
@@ -251,17 +251,6 @@ def _token_advantages(rollouts: Sequence[Rollout]) -> Arrays:
         "token_advantages": np.concatenate(values).astype(np.float32),
         "token_rollouts": np.concatenate(of).astype(np.int32),
     }
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN by None, since JSON has no NaN."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
 
 
 # ---------------------------------------------------------------------------------- reading

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, Literal
@@ -229,11 +229,10 @@ class TerminalTracker(Tracker):
         """The last value of each as text."""
         self._step = run.resumed_from or 0
         self._warned: set[str] = set()
-        self._survived: Counter[str] = Counter()
         self._time = 0.0
         """When the last incident was emitted, in seconds."""
         self._incidents = IncidentCounts(self._say_incident, lambda: self._time)
-        """Number of incidents by kind."""
+        """Counts the incidents of the run; a line stands for those of a minute."""
         self._shown: dict[str, str] = {}
         """Lines of trackers, by name."""
         self._sample: tuple[str, str, float] | None = None
@@ -307,11 +306,10 @@ class TerminalTracker(Tracker):
                 self._warned.add(event.cause)
                 self.say(f"warning, step {event.step}: {event.message}")
             case events.IncidentReported():
-                self._survived[event.kind] += event.count
                 self._time = event.time
                 self._incidents.receive(event, event.count)
-            case events.RunEnded() if self._survived:
-                self.say(f"recovered in this run from {by_kind(self._survived)} (events.jsonl has each)")
+            case events.RunEnded() if survived := self._incidents.counts:
+                self.say(f"recovered in this run from {by_kind(survived)} (events.jsonl has each)")
 
     def _say_incident(self, event: events.IncidentReported, count: int) -> None:
         what = "waits" if event.kind == "unavailable" else "survived"
@@ -418,8 +416,8 @@ class TerminalTracker(Tracker):
         if self._recent:
             rows += [*self._learning(), *self._speeds()]
         rows += [(name, text, Text()) for name, text in self._shown.items()]
-        if self._survived:
-            rows.append(("recovered", "", Text(f"from {by_kind(self._survived)}", style="dim")))
+        if survived := dict(self._incidents.counts):  # another thread draws
+            rows.append(("recovered", "", Text(f"from {by_kind(survived)}", style="dim")))
         if self._sample:
             prompt, reply, reward = self._sample
             shown = f"{prompt[-_PROMPT_WIDTH:]} → {shortened(reply or 'no text', _SAMPLE_WIDTH)}"

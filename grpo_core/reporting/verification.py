@@ -80,18 +80,20 @@ class Checkpoints:
 
     def observe(self, event: Mapping[str, Any]) -> None:
         """Account for an event."""
-        for key, kind in (("step", int), ("manifest", str)):
-            checked(event.get(key, kind()), kind, key)
-        match event["event"]:
-            case "Opened":
-                self._needed = {step for step in self._needed if step <= event["step"]}
-            case "Saving":
-                self._saving = event["step"]
-            case "RunStarted" | "Saved" as name if event["manifest"] or name == "Saved":
-                # a run may start from one that was saved by a process that was killed before the event
-                self._saved.setdefault(event["step"], []).append(event["manifest"])
-                self._needed.add(event["step"])
-                self._saving = None if name == "Saved" else self._saving
+        name = event["event"]
+        if name not in ("Opened", "Saving", "RunStarted", "Saved"):
+            return
+        step = checked(event["step"], int, "step")
+        manifest = checked(event.get("manifest", ""), str, "manifest")
+        if name == "Opened":
+            self._needed = {each for each in self._needed if each <= step}
+        elif name == "Saving":
+            self._saving = step
+        elif manifest or name == "Saved":
+            # a run may start from one that was saved by a process that was killed before the event
+            self._saved.setdefault(step, []).append(manifest)
+            self._needed.add(step)
+            self._saving = None if name == "Saved" else self._saving
 
     def summary(self) -> str:
         """Return what was compared, in one line."""

@@ -3,6 +3,7 @@
     check_config_sections                    what a module offers to the configuration
     FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer   parts without a model, for tests of others
     HostedEnvironment                        an environment as a run uses it, in this process
+    make_tiny_model                          a language model of 90,000 parameters, in a directory
     demonstrations                           what ``solve`` says in turn, played with the environment
     play_rollouts, a_run                     rollouts, and the events of a run, with fakes
     fake_run, measured_by                    a training, and what a strategy measures
@@ -26,6 +27,7 @@ from grpo_core.plugins.lazy import attach
 if TYPE_CHECKING:
     from grpo_core.contracts.playing import check_completions as check_completions
     from grpo_core.demo.demonstrations import demonstrations as demonstrations
+    from grpo_core.demo.tiny import make_tiny_model as make_tiny_model
     from grpo_core.testing import strategies as strategies
     from grpo_core.testing.clock import run as run
     from grpo_core.testing.fakes import FakeEngine as FakeEngine

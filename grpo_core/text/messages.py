@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve
 
 from grpo_core.contracts.errors import PluginError, shown
-from grpo_core.contracts.unicode import DEEPEST
+from grpo_core.contracts.unicode import DEEPEST, read_json
 from grpo_core.text.thoughts import THOUGHT_KEYS
-from grpo_core.text.untrusted import read_json
 
 if TYPE_CHECKING:
     from grpo_core.contracts.records import Prompt

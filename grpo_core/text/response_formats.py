@@ -20,9 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.contracts.errors import ConfigError, ModelError, did_you_mean
-from grpo_core.contracts.unicode import well_formed
+from grpo_core.contracts.unicode import read_json, well_formed
 from grpo_core.text.thoughts import THOUGHT_ENDS, THOUGHT_OPENS
-from grpo_core.text.untrusted import read_json
 
 if TYPE_CHECKING:
     from grpo_core.contracts.tokens import Ids

@@ -94,7 +94,7 @@ class TorchTrainer:
         # before the model is made: its port may be taken
         self._writer: Writer = load_object(transport.writer, who="transport")(setup, self.device, self._ranks)
         self._loss = host.function("loss", setup.loss.name, **setup.loss.options)
-        self._needs = losses.needs_of(self._loss.function, self._loss.options)
+        self._needs = self._loss.needs
         self._entropy: EntropyControl | None = None
         if "entropy_control" in self._needs:
             self._entropy = EntropyControl.of(self._loss.function, self._loss.options)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from hashlib import sha256
 from math import inf
 from statistics import fmean
 from typing import Any, Literal, get_args
+from zlib import crc32
 
 from attrs import asdict, define
 
@@ -16,7 +18,7 @@ from grpo_core import (
     ValidationContext,
     mean_with_interval,
 )
-from grpo_core.kit import derive_seed, typed
+from grpo_core.kit import typed
 from grpo_plugin_algorithms.comparison import Comparison, Decision, decided
 from grpo_plugin_algorithms.strategies import Mode
 
@@ -152,7 +154,7 @@ class Paired(ScoringStrategy):
         self._standards = typed.checked(state, dict[str, Scored])
 
     async def _measure(self, context: ValidationContext, task: str) -> dict[str, float]:
-        prompts = sorted(context.prompts[task], key=lambda prompt: derive_seed("paired", task, prompt.id))
+        prompts = sorted(context.prompts[task], key=lambda prompt: sha256(prompt.id.encode()).digest())
         standard, scored = self._standards.get(task), Scored(context.version, {}, {})
         one, other = (Comparison(confidence=self.confidence, **self._limits) for _ in range(2))
         comparison = Bounds(one, other)
@@ -190,7 +192,7 @@ class Paired(ScoringStrategy):
 
     def _estimates(self, task: str, scored: Scored, standard: Scored) -> dict[str, float]:
         """Estimate means over all prompts from the scores of some of them, with confidence intervals."""
-        seed = derive_seed("bootstrap", task)
+        seed = crc32(task.encode())
         estimates: dict[str, float] = {}
         both = [(own, standard.scores[id]) for id, own in scored.scores.items() if id in standard.scores]
         for name in both[0][0] if both else ():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core import ConfigError, Prompt, Rollout
-from grpo_core.kit import derive_seed
 from grpo_core.testing import run
 from grpo_plugin_algorithms.comparison import Comparison
 from grpo_plugin_algorithms.paired import Paired
@@ -142,7 +142,7 @@ class EasyFirst(Context):
 
 
 def place(prompt):
-    return derive_seed("paired", "sort", prompt.id)
+    return sha256(prompt.id.encode()).digest()
 
 
 def test_a_version_that_is_left_early_looks_no_better_for_the_prompts_that_it_was_spared():

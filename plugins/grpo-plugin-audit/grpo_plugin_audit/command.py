@@ -18,8 +18,9 @@ from grpo_core import ConfigError, GrpoError, __version__
 from grpo_core.app import sourced
 from grpo_core.config import parse_settings
 from grpo_core.contracts.incidents import Incident
-from grpo_core.kit import PluginHost, aio, inert, reported_to
+from grpo_core.kit import PluginHost, aio, reported_to
 from grpo_core.plugins.options import Settings, Words
+from grpo_core.processes.secrets import inert
 from grpo_plugin_audit.audit import Audit, Extent
 from grpo_plugin_audit.records import Finding, Severity
 

@@ -23,8 +23,9 @@ from grpo_core.app.tasks import Tasks
 from grpo_core.config import TaskConfig, check_settings, parse_settings
 from grpo_core.contracts.errors import shortened, wrong_input
 from grpo_core.contracts.incidents import lines_of_incidents
-from grpo_core.kit import Config, PluginHost, aio, inert, reported_to
+from grpo_core.kit import Config, PluginHost, aio, reported_to
 from grpo_core.plugins.options import AsJson, Flag, Settings, Words
+from grpo_core.processes.secrets import inert
 from grpo_core.reporting.stored import as_json, groups_in, prompts_in
 from grpo_plugin_audit.differences import TaskDifference, shown
 from grpo_plugin_audit.rejudging import Judged, KnownPrompts, judge, look_up

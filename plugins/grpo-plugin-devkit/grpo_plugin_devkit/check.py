@@ -16,9 +16,10 @@ from rich.text import Text
 from grpo_core import ConfigError, GrpoError, PluginError, load_object
 from grpo_core.app import sourced
 from grpo_core.config import parse_settings
-from grpo_core.kit import Config, PluginHost, inert, needs_of
+from grpo_core.kit import Config, PluginHost
 from grpo_core.plugins import offers
 from grpo_core.plugins.options import Settings, Words
+from grpo_core.processes.secrets import inert
 from grpo_plugin_devkit.conformance import Finding, finding_of, message_of
 from grpo_plugin_devkit.contracts import Contract
 from grpo_plugin_devkit.environments import findings_by_name
@@ -181,7 +182,7 @@ def _contract(
     match kind:
         case "loss":
             loss = host.function(kind, name, **options)
-            return contract(loss, needs_of(loss.function, loss.options))
+            return contract(loss, loss.needs)
         case "advantage" | "filter":
             return contract(host.function(kind, name, **options))
         case "dataloader":

@@ -41,7 +41,8 @@ from grpo_core import (
     Weights,
     WeightSyncError,
 )
-from grpo_core.kit import SharedMemoryWriter, checkpoint_tensors, make_tiny_model
+from grpo_core.kit import SharedMemoryWriter, checkpoint_tensors
+from grpo_core.testing import make_tiny_model
 from grpo_core.weights import publishing
 from grpo_plugin_devkit.contracts import Contract
 from grpo_plugin_devkit.engines import check_engine, ids_of

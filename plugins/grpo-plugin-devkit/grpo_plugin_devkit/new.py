@@ -20,9 +20,10 @@ from attrs import frozen
 
 from grpo_core import ConfigError
 from grpo_core.config import read_toml
-from grpo_core.kit import PluginHost, inert
+from grpo_core.kit import PluginHost
 from grpo_core.plugins import offers
 from grpo_core.plugins.options import Flag
+from grpo_core.processes.secrets import inert
 from grpo_plugin_devkit.adding import with_offer, with_requirements
 
 TEMPLATES = Path(__file__).parent / "templates"

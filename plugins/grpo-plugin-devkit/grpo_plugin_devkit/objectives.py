@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve, fields
 
 from grpo_core import Group, LossInputs, Prompt, Rollout, Segment, Tokens
-from grpo_core.contracts.loss import score_names
-from grpo_core.kit import needs_of
+from grpo_core.contracts.loss import needs_of, score_names
 from grpo_core.loop import rows
 from grpo_plugin_devkit.contracts import Contract
 

@@ -25,7 +25,8 @@ from attrs import evolve
 from grpo_core import Batch, Row, Tokens, Trainer, TrainerSetup, Weights
 from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.demo.tiny import encode
-from grpo_core.kit import checkpoint_tensors, make_tiny_model, read_weights
+from grpo_core.kit import checkpoint_tensors, read_weights
+from grpo_core.testing import make_tiny_model
 from grpo_plugin_devkit.contracts import Contract, within
 from grpo_plugin_devkit.decoding import load_test_model
 

@@ -13,7 +13,8 @@ from rich.text import Text
 from grpo_core import AgentClient, Episode, Message, Prompt, Rollout
 from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.records import SessionStart
-from grpo_core.kit import Judgement, inert
+from grpo_core.kit import Judgement
+from grpo_core.processes.secrets import inert
 
 STYLES = {"user": "cyan", "system": "magenta", "tool": "yellow", "assistant": "green"}
 

@@ -22,8 +22,9 @@ from grpo_core.app import launch
 from grpo_core.app.make import make
 from grpo_core.app.parts import Parts
 from grpo_core.config import parse_settings, read_toml
-from grpo_core.kit import Config, PluginHost, aio, files, inert, scratch_directory
+from grpo_core.kit import Config, PluginHost, aio, files, scratch_directory
 from grpo_core.plugins.options import AsJson, Settings, Words
+from grpo_core.processes.secrets import inert
 from grpo_plugin_doctor import Health, machine, memory
 
 RUNS = Path("runs")

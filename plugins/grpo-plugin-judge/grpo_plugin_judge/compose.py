@@ -37,7 +37,7 @@ from grpo_core import (
 )
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.environments.host import DEADLINE, units
-from grpo_core.kit import SCORES, Judgement, PluginHost, evaluate_of
+from grpo_core.kit import Judgement, PluginHost, evaluate_of
 
 KEYS = ("env", "options", "weight", "requires")
 """Keys of a part."""
@@ -73,7 +73,7 @@ class Part:
     def limit(self) -> int | None:
         """Largest number of concurrent calls, if the environment declares it or scores one episode a call."""
         number: int | None = getattr(self.environment, "concurrency", None)
-        return SCORES if number is None and self.is_async and self.defines("score") else number
+        return getattr(self.evaluate, "concurrency", None) if number is None else number
 
     def defines(self, name: str) -> bool:
         method = getattr(type(self.environment), name, None)

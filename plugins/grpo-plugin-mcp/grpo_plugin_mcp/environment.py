@@ -16,7 +16,7 @@ import attrs
 from attrs import define, field
 
 import grpo_core as grpo
-from grpo_core.kit import SCORES, evaluate_of
+from grpo_core.kit import evaluate_of
 from grpo_plugin_mcp.server import Server
 
 SPARE = 10.0
@@ -101,8 +101,7 @@ class ToolsOfServer(grpo.Environment):
         A limit of the other environment also applies to its tools and sessions, which are called directly.
         """
         inner = self._environment
-        scores = SCORES if self._awaits and _own(inner, "score") else 0
-        own = getattr(inner, "concurrency", None) or scores
+        own: int = getattr(inner, "concurrency", 0) or getattr(self._evaluate, "concurrency", 0)
         played = self._has_sessions or len(self.tools) > 0
         self._judging = asyncio.Semaphore(own) if own else contextlib.nullcontext()
         self.concurrency = own if own and played else max(calls_at_once, own)

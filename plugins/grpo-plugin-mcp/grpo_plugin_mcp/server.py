@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
 import grpo_core as grpo
-from grpo_core.kit import inert
 
 PAGES = 100
 """Largest number of pages of a list of tools, against endless lists."""
@@ -151,7 +150,7 @@ def _printed() -> Iterator[TextIO]:
     def printing() -> None:
         with open(reading, encoding="utf-8", errors="replace") as lines:
             while line := lines.readline(LINE):
-                print(inert(line.rstrip("\n")), file=sys.stderr, flush=True)
+                print(repr(line.rstrip("\n"))[1:-1], file=sys.stderr, flush=True)
 
     threading.Thread(target=printing, name="stderr of an MCP server", daemon=True).start()
     with open(writing, "w", encoding="utf-8") as file:

@@ -12,9 +12,10 @@ from attrs import evolve, frozen
 
 from grpo_core import ConfigError, Engine, GrpoError, Prompt, Rollout, events
 from grpo_core.app.parts import Parts, sampling_params
+from grpo_core.contracts.playing import derive_seed
 from grpo_core.data.samplers import PromptStream
 from grpo_core.engines.wrapped import LimitedEngine
-from grpo_core.kit import Config, PluginHost, derive_seed, reported_to
+from grpo_core.kit import Config, PluginHost, reported_to
 from grpo_core.loop.pipeline import Checks, Pipeline
 from grpo_core.loop.rollout import RolloutRequest, play
 from grpo_core.testing import clock

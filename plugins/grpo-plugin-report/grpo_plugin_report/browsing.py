@@ -21,7 +21,7 @@ from attrs import define, field
 
 from grpo_core import Run
 from grpo_core.contracts.errors import shortened
-from grpo_core.kit import inert
+from grpo_core.processes.secrets import inert
 from grpo_core.text import thoughts
 
 if TYPE_CHECKING:

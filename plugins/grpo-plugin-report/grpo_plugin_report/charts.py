@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from attrs import evolve, frozen
 
-from grpo_core.kit import inert
+from grpo_core.processes.secrets import inert
 
 WIDTH, HEIGHT = 480, 200
 """Size of the view, in its units."""

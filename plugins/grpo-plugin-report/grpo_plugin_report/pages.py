@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_core import ConfigError
-from grpo_core.kit import inert
+from grpo_core.processes.secrets import inert
 from grpo_plugin_report.charts import label, readings
 from grpo_plugin_report.curves import Task
 

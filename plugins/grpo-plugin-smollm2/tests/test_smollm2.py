@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import grpo_core
 from grpo_core import ModelError
-from grpo_core.kit import Renderer
 from grpo_core.models.files import ModelFiles
 from grpo_core.reporting.stored import groups_in
+from grpo_core.text.rendering import Renderer
 from grpo_plugin_smollm2 import source
 
 PLUGIN = Path(__file__).parents[1]

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 import grpo_core as grpo
-from grpo_core.kit import make_tiny_model
+from grpo_core.testing import make_tiny_model
 
 PYTHON = os.environ.get("GRPO_TINKER_PYTHON", "")
 pytestmark = [

@@ -12,7 +12,7 @@ from attrs import field, frozen, validators
 
 from grpo_core import ConfigError, EngineSetup, ModelError, Weights
 from grpo_core.kit import Config, as_table
-from grpo_plugin_vllm.transfer import BACKEND, PLAIN_LINEAR, SERVER
+from grpo_plugin_vllm.transfer import BACKEND, PLAIN_LINEAR
 
 CPU_CACHE_MIB = 256
 BATCHED_TOKENS = 16384
@@ -176,7 +176,6 @@ def check_invariance() -> None:
 
 def prepare(device: str, *, reproducible: bool = False) -> None:
     """Set environment variables that vLLM reads during its import."""
-    os.environ[SERVER] = str(os.getpid())
     if reproducible and device == "cuda":
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork would inherit the socket and CUDA's state

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from attrs import asdict
 
 from grpo_core import TensorInfo, TensorPart, Weights
-from grpo_core.kit import die_with
 
 if TYPE_CHECKING:
     import torch
@@ -30,9 +29,6 @@ would be in the wrong layout.
 
 LAYERWISE = "GRPO_CORE_VLLM_LAYERWISE"
 """Environment variable for tests on a CPU: "1" loads weights layer by layer, as on a GPU."""
-
-SERVER = "GRPO_CORE_VLLM_SERVER"
-"""Environment variable with the process id that vLLM's processes must not outlive."""
 
 
 def as_table(weights: Weights) -> dict[str, Any]:
@@ -86,8 +82,6 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    if os.environ.get(SERVER, str(os.getpid())) != str(os.getpid()):
-        die_with(os.getppid())
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "grpo_plugin_vllm.worker", "Backend")
     if os.environ.get(PLAIN_LINEAR) == "1" and current_platform.is_cpu():
