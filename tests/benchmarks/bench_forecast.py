@@ -19,6 +19,8 @@ from pathlib import Path
 from statistics import NormalDist, fmean, median, pstdev
 from typing import Any
 
+import numpy as np
+
 from grpo_core.api.run import Run
 from grpo_core.app import launch
 from grpo_core.config import read_toml, structured
@@ -75,59 +77,71 @@ def made(cwd: Path, number: int, settings: Mapping[str, object]) -> Path:
 
 
 def measured(run: Path) -> tuple[Times, float]:
-    """Return the service times of a run, as its files have them, and its seconds per step."""
+    """Return the service times of a run, as its files have them, and its seconds per step.
+
+    A group takes ``turns * turn + tokens * token`` seconds from its dispatch to its end, without weight
+    syncs, where its longest rollout has so many turns and tokens: both times are fitted by least squares.
+    """
     record = Run(run)
     spans = [span for span in record.timeline() if span["step"] > WARM_UP]
-    files = [file for step, file in record.texts().items() if step > WARM_UP]
-    groups: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
-    for file in files:
-        for row in record.rows(file):
-            groups.setdefault((file, row["group"]), []).append(row)
+    begins = {slot["slot"]: event["time"] for event in record.events("Dispatched") for slot in event["slots"]}
+    ends = {event["slot"]: event["time"] for event in record.events("GroupFinished")}
+    groups: dict[int, list[Mapping[str, Any]]] = {}
+    steps: dict[int, int] = {}
+    for step, file in record.texts().items():
+        for row in record.rows(file) if step > WARM_UP else ():
+            groups.setdefault(row["slot"], []).append(row)
+            steps[row["slot"]] = step
     rows = [row for group in groups.values() for row in group]
 
-    def chosen(lane: str, what: str) -> list[Mapping[str, Any]]:
-        return [span for span in spans if span["lane"] == lane and span["what"] == what]
+    def seconds(lane: str, what: str) -> list[float]:
+        return [span["seconds"] for span in spans if span["lane"] == lane and span["what"] == what]
 
-    def mean(lane: str, what: str) -> float:
-        found = chosen(lane, what)
-        return sum(span["seconds"] for span in found) / max(1, sum(span["calls"] for span in found))
-
+    syncs = [span for span in spans if span["what"] == "update weights"]
+    took, longest = {}, {}
+    for slot in groups:
+        begin, end = begins[slot], ends[slot]
+        paused = (max(0.0, min(end, sync["end"]) - max(begin, sync["begin"])) for sync in syncs)
+        took[slot] = end - begin - sum(paused)
+        longest[slot] = max(groups[slot], key=lambda row: row["tokens"])
+    columns = np.array([[float(row["turns"]), row["tokens"]] for row in longest.values()])
+    turn, token = non_negative(columns, np.array([*took.values()]))
+    rest = dict(zip(groups, np.array([*took.values()]) - columns @ [turn, token], strict=True))
+    common = {step: fmean(rest[slot] for slot in groups if steps[slot] == step) for step in steps.values()}
+    apart = pstdev(rest[slot] - common[steps[slot]] for slot in groups)
     lengths = [tokens for row in rows for tokens in row["turn_tokens"]]
-    many = any(len(row["turn_tokens"]) > 1 for row in rows)
-    longest = fmean(lengths if many else [max(row["tokens"] for row in group) for group in groups.values()])
-    generate = chosen("engine", "generate")
-    paused = sum(
-        max(0.0, min(span["end"], sync["end"]) - max(span["begin"], sync["begin"]))
-        * span["seconds"] / max(span["end"] - span["begin"], 1e-9)
-        for sync in chosen("sync", "update weights")
-        for span in generate
-    )  # fmt: skip
-    call = (sum(span["seconds"] for span in generate) - paused) / sum(span["calls"] for span in generate)
-    steps = [span["seconds"] for span in chosen("trainer", "step")]
-    limit = read_toml(run / "config.toml")["rollout"]["max_tokens"]
-    tokens, spread = censored(lengths, limit)
+    tokens, spread = censored(lengths, read_toml(run / "config.toml")["rollout"]["max_tokens"])
+    training = seconds("trainer", "step")
     found = {
         "engine": {
-            "token": call / longest,
-            "sync": mean("sync", "update weights"),
-            "canary": mean("sync", "canary"),
+            "token": max(token, 1e-6),
+            "sync": fmean(seconds("sync", "update weights")),
+            "canary": fmean(seconds("sync", "canary")),
         },
         "rollout": {
             "tokens": tokens,
             "spread": spread,
-            "turns": max(len(row["turn_tokens"]) for row in rows),
-            "prompt_tokens": 8,
+            "turns": max(row["turns"] for row in rows),
             "pass_rate": fmean(row["reward"] for row in rows),
         },
-        "environment": {"turn": mean("environment letters", "evaluate")},
+        "environment": {"turn": turn, "spread": apart / turn / columns[:, 0].mean() ** 0.5 if turn else 0.0},
         "trainer": {
-            "step": fmean(steps),
-            "spread": pstdev(steps) / fmean(steps),
-            "publish": mean("trainer", "publish"),
+            "step": fmean(training),
+            "spread": pstdev(training) / fmean(training),
+            "publish": fmean(seconds("trainer", "publish")),
         },
     }
     metrics = [row["time/step"] for row in record.metrics() if "time/step" in row]
     return structured(Times, found), fmean(metrics[WARM_UP:])
+
+
+def non_negative(columns: Any, values: Any) -> tuple[float, float]:
+    """Return two factors, none of them negative, whose sum of columns is nearest to the values."""
+    both = np.linalg.lstsq(columns, values, rcond=None)[0]
+    if (both < 0).any():
+        first, second = (columns.T @ values) / (columns**2).sum(axis=0)
+        both = (0.0, second) if both[0] < 0 else (first, 0.0)
+    return float(both[0]), float(both[1])
 
 
 def censored(lengths: list[int], limit: int) -> tuple[float, float]:

@@ -85,11 +85,12 @@ WORKS = {
         microbatch=16, pretrained=True, most_seconds=0.25, most_memory=0.75,
     ),
 }  # fmt: skip
-FOUR_ROWS = evolve(WORKS["larger"], prompts=1, group_size=4, max_tokens=32, microbatch=4)
+SIZED = evolve(WORKS["larger"], most_seconds=1.0, most_memory=1.0)
+FOUR_ROWS = evolve(SIZED, prompts=1, group_size=4, max_tokens=32, microbatch=4)
 SIZES = {
     **{f"prompt-{n}": evolve(FOUR_ROWS, prompt_tokens=n - 32) for n in (512, 2048, 8192)},
-    **{f"rollouts-{n}": evolve(WORKS["larger"], prompts=n // 8, alone=n > 256) for n in (64, 256, 1024)},
-    **{f"turns-{n}": evolve(WORKS["larger"], prompts=8, max_tokens=512, turns=n, alone=True) for n in (1, 8)},
+    **{f"rollouts-{n}": evolve(SIZED, prompts=n // 8, alone=n > 256) for n in (64, 256, 1024)},
+    **{f"turns-{n}": evolve(SIZED, prompts=8, max_tokens=512, turns=n, alone=True) for n in (1, 8)},
 }
 
 
