@@ -64,7 +64,7 @@ SETTINGS: list[dict[str, object]] = [
 ]  # fmt: skip
 
 
-def made(cwd: Path, number: int, settings: Mapping[str, object]) -> Path:
+def made(cwd: Path, number: int, settings: dict[str, object]) -> Path:
     """Train with these settings, unless the run is there; return its directory."""
     run = cwd / f"run-{number}"
     if not run.exists():
