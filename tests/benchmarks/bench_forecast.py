@@ -1,6 +1,6 @@
 """Forecasts of `grpo-core simulate` against 20 real runs whose service times were measured in the same run.
 
-    python tests/benchmarks/bench_forecast.py [--keep DIRECTORY]
+    python tests/benchmarks/bench_forecast.py [--keep DIRECTORY] [--seed SEED]
 
 Each run has other settings.  Its service times are read from its own files; a forecast with them and with its
 settings should take as many seconds per step.  A load of the machine that stays the same changes little.
@@ -87,11 +87,9 @@ def measured(run: Path) -> tuple[Times, float]:
     begins = {slot["slot"]: event["time"] for event in record.events("Dispatched") for slot in event["slots"]}
     ends = {event["slot"]: event["time"] for event in record.events("GroupFinished")}
     groups: dict[int, list[Mapping[str, Any]]] = {}
-    steps: dict[int, int] = {}
     for step, file in record.texts().items():
         for row in record.rows(file) if step > WARM_UP else ():
             groups.setdefault(row["slot"], []).append(row)
-            steps[row["slot"]] = step
     rows = [row for group in groups.values() for row in group]
 
     def seconds(lane: str, what: str) -> list[float]:
@@ -106,9 +104,6 @@ def measured(run: Path) -> tuple[Times, float]:
         longest[slot] = max(groups[slot], key=lambda row: row["tokens"])
     columns = np.array([[float(row["turns"]), row["tokens"]] for row in longest.values()])
     turn, token = non_negative(columns, np.array([*took.values()]))
-    rest = dict(zip(groups, np.array([*took.values()]) - columns @ [turn, token], strict=True))
-    common = {step: fmean(rest[slot] for slot in groups if steps[slot] == step) for step in steps.values()}
-    apart = pstdev(rest[slot] - common[steps[slot]] for slot in groups)
     lengths = [tokens for row in rows for tokens in row["turn_tokens"]]
     tokens, spread = censored(lengths, read_toml(run / "config.toml")["rollout"]["max_tokens"])
     training = seconds("trainer", "step")
@@ -124,7 +119,7 @@ def measured(run: Path) -> tuple[Times, float]:
             "turns": max(row["turns"] for row in rows),
             "pass_rate": fmean(row["reward"] for row in rows),
         },
-        "environment": {"turn": turn, "spread": apart / turn / columns[:, 0].mean() ** 0.5 if turn else 0.0},
+        "environment": {"turn": turn},
         "trainer": {
             "step": fmean(training),
             "spread": pstdev(training) / fmean(training),
@@ -162,6 +157,7 @@ def censored(lengths: list[int], limit: int) -> tuple[float, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--keep", type=Path, help="directory of the runs")
+    parser.add_argument("--seed", type=int, default=0, help="of the runs")
     given = parser.parse_args()
     errors = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -169,7 +165,7 @@ def main() -> int:
         cwd.mkdir(exist_ok=True)
         (cwd / "letters.py").write_text(ENVIRONMENT)
         for number, settings in enumerate(SETTINGS):
-            run = made(cwd, number, settings)
+            run = made(cwd, number, settings | {"seed": given.seed})
             times, took = measured(run)
             config, host = launch.configure([read_toml(run / "config.toml")], {}, [])
             found = fmean(
