@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_hour.py [--hours 1] [--steps 20000] [-- ARGUMENT ...]
 
-ARGUMENTs go to `grpo-core train`.  A thread in each of its processes writes, every ten seconds, CPU seconds,
+ARGUMENTs go to `grpo-core train`.  A thread in each of its processes writes, every two seconds, CPU seconds,
 live blocks of Python's allocator, live bytes of malloc, resident bytes, open files and threads.  The least of
 each tenth counts, without the first three, in which caches fill: a line through the others says by how much
 a process has grown from their begin to their end.  CPU seconds of a step are compared between both ends.
@@ -34,7 +34,7 @@ NAMES = ("live bytes of malloc", "resident bytes", "live blocks", "open files", 
 HOUR = (
     WATCH.replace("{name}\\n", "{sys.getallocatedblocks()} {len(os.listdir('/proc/self/fd'))} "
     "{threading.active_count()} {time.process_time()} {name}\\n")
-    .replace("sleep(0.125)", "sleep(10)")
+    .replace("sleep(0.125)", "sleep(2)")
 )  # fmt: skip
 
 
