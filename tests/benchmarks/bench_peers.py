@@ -2,7 +2,7 @@
 
     make bench-peers        (installs the peer into .venv-peers)
     python tests/benchmarks/bench_peers.py [--work demo tiny larger smollm2] [--dtype float32 bfloat16]
-    python tests/benchmarks/bench_peers.py --size     (how time and memory grow, on the model of "larger")
+    python tests/benchmarks/bench_peers.py --size     (growth of time and memory; about an hour)
 
 The runs alternate, each in processes of its own.  Here generation and training take turns (max_staleness 0),
 so nothing is gained by running them beside each other; both sides have the same weights, threads and numbers
