@@ -2,6 +2,7 @@
 
     make bench-peers        (installs the peer into .venv-peers)
     python tests/benchmarks/bench_peers.py [--work demo tiny larger smollm2] [--dtype float32 bfloat16]
+    python tests/benchmarks/bench_peers.py --size     (growth of time and memory; about an hour)
 
 The runs alternate, each in processes of its own.  Here generation and training take turns (max_staleness 0),
 so nothing is gained by running them beside each other; both sides have the same weights, threads and numbers
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
+import math
 import os
 import random
 import shutil
@@ -29,6 +32,7 @@ from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.config.run import TrainerSetup
 from grpo_core.contracts.advantages import normalize
 from grpo_core.contracts.records import Batch, EngineSetup, GenerationRequest, Row
+from grpo_core.contracts.tokens import Tokens
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.training.process import ProcessTrainer
 from grpo_plugin_smollm2.source import cached
@@ -46,6 +50,8 @@ class Work:
     group_size: int = 8
     prompt_tokens: int = 8
     max_tokens: int
+    turns: int = 1
+    """Calls of the engine for a rollout; the tokens are divided among them."""
     updates: int = 1
     vocabulary: int
     width: int
@@ -55,6 +61,8 @@ class Work:
     """Rows of the peer's micro-batch, the fastest that was found."""
     pretrained: bool = False
     """Whether the model is that of grpo-plugin-smollm2, with its width, heads and layers."""
+    alone: bool = False
+    """Whether the peer is left out."""
     most_seconds: float = 0.5
     """Limit of the seconds of a step, in the peer's."""
     most_memory: float = 0.25
@@ -77,6 +85,13 @@ WORKS = {
         microbatch=16, pretrained=True, most_seconds=0.25, most_memory=0.75,
     ),
 }  # fmt: skip
+SIZED = evolve(WORKS["larger"], most_seconds=1.0, most_memory=1.0)
+FOUR_ROWS = evolve(SIZED, prompts=1, group_size=4, max_tokens=32, microbatch=4)
+SIZES = {
+    **{f"prompt-{n}": evolve(FOUR_ROWS, prompt_tokens=n - 32) for n in (512, 2048, 8192)},
+    **{f"rollouts-{n}": evolve(SIZED, prompts=n // 8, alone=n > 256) for n in (64, 256, 1024)},
+    **{f"turns-{n}": evolve(SIZED, prompts=8, max_tokens=512, turns=n, alone=True) for n in (1, 8)},
+}
 
 
 def make_model(directory: Path, work: Work) -> None:
@@ -98,7 +113,8 @@ def make_model(directory: Path, work: Work) -> None:
         LlamaConfig(
             vocab_size=work.vocabulary, hidden_size=work.width, intermediate_size=8 * work.width // 3,
             num_hidden_layers=work.layers, num_attention_heads=work.heads,
-            num_key_value_heads=work.heads, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0,
+            num_key_value_heads=work.heads, max_position_embeddings=8192,
+            tie_word_embeddings=True, eos_token_id=1, pad_token_id=0,
         )
     ).save_pretrained(directory)  # fmt: skip
 
@@ -119,33 +135,32 @@ async def ours(directory: Path, work: Work, *, dtype: str, threads: int, steps: 
             known = range(3, work.vocabulary)
             prompts = [tuple(chance.choices(known, k=work.prompt_tokens)) for _ in range(work.prompts)]
             begun = time.perf_counter()
-            requests = [
-                GenerationRequest(
-                    prompt_ids=prompt,
-                    max_tokens=work.max_tokens,
-                    seed=chance.getrandbits(32),
-                )
-                for prompt in prompts
-                for _ in range(work.group_size)
-            ]
-            completions = await engine.generate(requests)
+            groups = [place for place in range(work.prompts) for _ in range(work.group_size)]
+            replies = [Tokens.empty() for _ in groups]
+            for _ in range(work.turns):
+                requests = [
+                    GenerationRequest(
+                        prompt_ids=(*prompts[place], *reply.ids.tolist()),
+                        max_tokens=work.max_tokens // work.turns,
+                        seed=chance.getrandbits(32),
+                    )
+                    for place, reply in zip(groups, replies, strict=True)
+                ]
+                completions = await engine.generate(requests)
+                replies = [
+                    Tokens.concatenate([reply, completion.tokens])
+                    for reply, completion in zip(replies, completions, strict=True)
+                ]
             rewards = [[chance.random() for _ in range(work.group_size)] for _ in prompts]
             advantages = [a for each in rewards for a in normalize(each)]
             rows = tuple(
-                Row(
-                    prompt_ids=request.prompt_ids,
-                    tokens=completion.tokens,
-                    advantage=advantage,
-                    group=i // work.group_size,
-                )
-                for i, (request, completion, advantage) in enumerate(
-                    zip(requests, completions, advantages, strict=True)
-                )
+                Row(prompt_ids=prompts[place], tokens=reply, advantage=advantage, group=place)
+                for place, reply, advantage in zip(groups, replies, advantages, strict=True)
             )
             await trainer.step(Batch(step=step, rows=rows, temperature=1.0))
             await engine.update_weights(await trainer.publish())
             told["seconds"].append(time.perf_counter() - begun)
-            told["tokens"].append(sum(len(completion.tokens) for completion in completions))
+            told["tokens"].append(sum(map(len, replies)))
     finally:
         await engine.aclose()
         await trainer.aclose()
@@ -207,13 +222,17 @@ def cheapest(costs: list[Cost]) -> Cost:
     return evolve(min(costs, key=lambda cost: cost.seconds), mebibytes=min(cost.mebibytes for cost in costs))
 
 
-def compare(name: str, work: Work, dtypes: list[str], rounds: int, *, threads: int, steps: int) -> None:
+Best = dict[tuple[str, str], Cost]
+"""The cheapest steps of each side and dtype."""
+
+
+def compare(name: str, work: Work, dtypes: list[str], rounds: int, *, threads: int, steps: int) -> Best:
     costs: dict[tuple[str, str], list[Cost]] = {}
     with tempfile.TemporaryDirectory() as directory:
         make_model(Path(directory), work)
         for _ in range(rounds):
             for dtype in dtypes:
-                for side in ("ours", "TRL"):
+                for side in ("ours", "TRL")[: 1 if work.alone else 2]:
                     cost = run(side, Path(directory), name, work, dtype=dtype, threads=threads, steps=steps)
                     costs.setdefault((side, dtype), []).append(cost)
                     print(
@@ -222,6 +241,8 @@ def compare(name: str, work: Work, dtypes: list[str], rounds: int, *, threads: i
                         flush=True,
                     )
     best = {key: cheapest(each) for key, each in costs.items()}
+    if work.alone:
+        return best
     for dtype in dtypes:
         mine, peer = best["ours", dtype], best["TRL", dtype]
         report(f"{name}, {dtype}: seconds of a step / TRL's", mine.seconds / peer.seconds, work.most_seconds)
@@ -229,6 +250,20 @@ def compare(name: str, work: Work, dtypes: list[str], rounds: int, *, threads: i
     if len(dtypes) > 1:
         ratio = best["ours", "bfloat16"].seconds / best["TRL", "float32"].seconds
         report(f"{name}: seconds of a step in bfloat16 / TRL's in float32", ratio, 1 / 6)
+    return best
+
+
+def grow(found: dict[str, Best]) -> None:
+    """Print the exponents with which time and memory grow from each size to the next."""
+    for (name, less), (larger, more) in itertools.pairwise(found.items()):
+        (kind, small), (other, large) = (each.split("-") for each in (name, larger))
+        for side, dtype in less.keys() & more.keys() if kind == other else ():
+            a, b, scale = less[side, dtype], more[side, dtype], math.log(int(large) / int(small))
+            print(
+                f"{larger} after {small}, {dtype}, {side}: time grows with the power "
+                f"{math.log(b.seconds / a.seconds) / scale:.2f}, memory with "
+                f"{math.log(b.mebibytes / a.mebibytes) / scale:.2f}; time x{b.seconds / a.seconds:.2f}"
+            )
 
 
 def report(name: str, value: float, most: float) -> None:
@@ -237,7 +272,8 @@ def report(name: str, value: float, most: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", nargs="+", choices=WORKS, default=list(WORKS))
+    parser.add_argument("--work", nargs="+", choices=[*WORKS, *SIZES], default=list(WORKS))
+    parser.add_argument("--size", dest="work", action="store_const", const=list(SIZES), help="all sizes")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--microbatch", type=int, help="rows of the peer's, instead of the work's own number")
     parser.add_argument(
@@ -250,7 +286,7 @@ def main() -> None:
     given = parser.parse_args()
     chosen = {"prompts": given.prompts, "microbatch": given.microbatch}
     chosen = {name: value for name, value in chosen.items() if value}
-    works = {name: evolve(WORKS[name], **chosen) for name in given.work}
+    works = {name: evolve((WORKS | SIZES)[name], **chosen) for name in given.work}
     if given.microbatch:
         works = {name: evolve(work, most_memory=1.0) for name, work in works.items()}
     options = {"threads": given.threads, "steps": given.steps}
@@ -259,10 +295,9 @@ def main() -> None:
             json.dumps(asyncio.run(ours(given.side, works[given.work[0]], dtype=given.dtype[0], **options)))
         )
         return
-    if not PEER.exists():
+    if not PEER.exists() and not all(work.alone for work in works.values()):
         raise SystemExit("the peer is not installed: run `make bench-peers`")
-    for name, work in works.items():
-        compare(name, work, given.dtype, given.rounds, **options)
+    grow({name: compare(name, work, given.dtype, given.rounds, **options) for name, work in works.items()})
 
 
 if __name__ == "__main__":

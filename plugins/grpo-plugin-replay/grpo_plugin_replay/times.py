@@ -69,7 +69,7 @@ class EnvironmentTimes:
     """An environment without a limit of concurrent calls."""
 
     turn: float = field(default=0.0, validator=ge(0))
-    """Seconds from the end of a completion until it is judged."""
+    """Seconds of a completion that do not depend on its tokens: its session, its prompt, its judgement."""
     spread: float = field(default=0.0, validator=ge(0))
     """Standard deviation of these seconds, as a share of the mean; the distribution is log-normal."""
 
