@@ -45,15 +45,12 @@ CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
     "generation": {"trainer.proximal": "generation"},
 }
 """The settings of each correction.  The caps are the default, 2."""
-BOTH = {
-    "tasks.sums.options.held_out": 400,
-    "validation.prompts": 400,
-    "validation.every": 10,
-    "trainer.updates_per_step": 4,
-}
+HELD_OUT = {"tasks.sums.options.held_out": 400, "validation.prompts": 400, "validation.every": 10}
+FOUR = HELD_OUT | {"trainer.updates_per_step": 4}
 LOSSES: Mapping[str, Mapping[str, Any]] = {
-    "grpo": BOTH,
-    "hints": BOTH
+    "grpo": HELD_OUT,
+    "grpo_4": FOUR,
+    "hints": FOUR
     | {
         "rollout.max_tokens": 24,
         "rollout.group_size": 4,
@@ -61,7 +58,7 @@ LOSSES: Mapping[str, Mapping[str, Any]] = {
         "loss.options.teach": "mix",
     },
 }
-"""The settings of each way to learn sums; both have 64 rollouts a step."""
+"""The settings of each way to learn sums; all have 64 rollouts a step, two of them 4 updates."""
 ARMS: Mapping[str, Mapping[int, tuple[str, ...]]] = {
     "sort": {
         0: ("off",),
