@@ -1,4 +1,4 @@
-"""The parts that a configuration names, each made once from its own sections; nothing starts here."""
+"""The parts that a configuration names, and the functions that make each of them; nothing starts here."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 from attrs import define, evolve, field
 
-from grpo_core.app.model_sources import StartModelSource, model_source
+from grpo_core.app.model_sources import StartModelSource
 from grpo_core.app.placement import Devices, Placement
-from grpo_core.config import Config, EngineConfig, PluginChoice, ScoreConfig, TrainerConfig, ValidationConfig
-from grpo_core.config.run import RolloutConfig, TrainerSetup, needed_scores
+from grpo_core.config import Config, EngineConfig, ModelConfig, ScoreConfig, TrainerConfig, ValidationConfig
+from grpo_core.config.run import (
+    HealthConfig,
+    LossConfig,
+    PipelineConfig,
+    RolloutConfig,
+    TrainerSetup,
+    needed_scores,
+)
 from grpo_core.contracts import protocols
 from grpo_core.contracts.errors import ConfigError, SelectionError
 from grpo_core.contracts.events import Event
@@ -28,7 +35,6 @@ from grpo_core.contracts.protocols import (
     Sampler,
     Shaping,
     ShapingSection,
-    Trainer,
     ValidationStrategy,
 )
 from grpo_core.contracts.records import EngineSetup, Group, Prompt, Rollout, Weights
@@ -51,7 +57,7 @@ from grpo_core.loop.rows import Clipped
 from grpo_core.loop.versions import Interval
 from grpo_core.models.files import chat_template
 from grpo_core.plugins.configured import model_section
-from grpo_core.plugins.host import Kind, PluginHost
+from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.offers import Bound
 from grpo_core.plugins.transports import find_transport
 from grpo_core.processes.aio import UNLIMITED, FairSemaphore
@@ -75,546 +81,576 @@ PROMPTS = 12
 """Number of prompts of all tasks whose ends, where replies begin, the canary begins with."""
 
 
-@define(eq=False, slots=False)
+@define(eq=False)
 class Parts:
-    """The parts that a configuration names; ``make`` makes and checks all that need no model."""
+    """The parts of a run, which ``make`` sets in this order."""
 
     config: Config
     """The configuration; keys that depend on the model or the prompts are completed when these are known."""
     plugins: PluginHost
     trains: bool = True
     """Whether they train; otherwise an engine plays alone."""
-    _strategies: dict[str, ValidationStrategy] = field(init=False, factory=dict)
-    _made: AsyncExitStack = field(init=False, factory=AsyncExitStack)
+    model: StartModelSource = field(init=False)
+    """The source of the model that training starts from."""
+    placement: Placement = field(init=False)
+    """The placement of engines and environments, not yet connected."""
+    sampler: Sampler = field(init=False)
+    engines: Mapping[str, EngineConfig] = field(init=False)
+    """The sections of the engines that start, by key."""
+    text_engine: str = field(init=False)
+    """Key of an engine without tokens; empty if there is none."""
+    loss: Bound[Any, Any] = field(init=False)
+    remarks: Sequence[Remark] = field(init=False)
+    """Remarks about the loss."""
+    scores: Mapping[str, ScoreConfig] = field(init=False)
+    """The scores that the loss needs, by name."""
+    strategies: Mapping[str, ValidationStrategy] = field(init=False)
+    """The strategies of ``[validation]``, whose key is "", and of each set."""
+    trainer_here: TrainerConfig | None = field(init=False)
+    """The section of the trainer; None if nothing is trained, or in a placement's workers."""
+    ranks: int = field(init=False)
+    """Number of the trainer's processes."""
+    data_plane: DataPlane = field(init=False)
+    """The data plane of a run that trains, not yet started."""
+    transport: str = field(init=False)
+    """The transport of weights from the trainer to the engines."""
+    places: FairSemaphore = field(init=False)
+    """The limit of concurrent rollouts, of training and validation together."""
+    _kept: AsyncExitStack = field(init=False, factory=AsyncExitStack)
 
-    def _make(self, kind: Kind, chosen: PluginChoice, /, *args: Any, **options: Any) -> Any:
-        options |= chosen.options
-        return self._closed_later(self.plugins.make(kind, chosen.name, *args, **options))
-
-    def _closed_later(self, part: T) -> T:
+    def keep(self, part: T) -> T:
+        """Return a part, which ``aclose`` will close."""
         if hasattr(part, "aclose"):
-            self._made.push_async_callback(part.aclose)
+            self._kept.push_async_callback(part.aclose)
         return part
 
     async def aclose(self) -> None:
         """Close all that was made, the last part first."""
-        await self._made.aclose()
+        await self._kept.aclose()
 
-    # ------------------------------------------------------------------------------ places
 
-    @cached_property
-    def placement(self) -> Placement:
-        """The placement of engines and environments, not yet connected."""
-        return cast(Placement, self._make("placement", self.config.placement, self.plugins))
+# ---------------------------------------------------------------------------------- engines and trainer
 
-    @property
-    def place_of_trainer(self) -> str:
-        """Name of the placement of the trainer's processes; empty if they run on this machine."""
-        return str(self.plugins.find("trainer", self.config.trainer.name).offer.placement)
 
-    @property
-    def trainer_here(self) -> TrainerConfig | None:
-        """The section of the trainer; None if nothing is trained, or in a placement's workers."""
-        return self.config.trainer if self.trains and not self.place_of_trainer else None
+def engines_of(config: Config, *, trains: bool) -> dict[str, EngineConfig]:
+    """Return the sections of the engines that start, by key."""
+    own = config.validation.engine
+    if trains:
+        with_own = own is not None and config.validation.measures
+        return {"engine": config.engine} | ({"validation.engine": own} if own and with_own else {})
+    return {"engine": config.engine} if own is None else {"validation.engine": own}
 
-    @property
-    def ranks(self) -> int:
-        """Number of the trainer's processes."""
-        selected = self.plugins.find("trainer", self.config.trainer.name)
-        count = selected.offer.workers
-        return 1 if count is None else int(selected.loaded(count)(self.config, self.plugins))
 
-    @cached_property
-    def devices(self) -> Devices:
-        """The GPUs of the trainer and the engines, known when the placement is connected."""
-        return self.placement.devices(self.trainer_here, self.engines, self.ranks)
+def text_engine_of(engines: Mapping[str, EngineConfig], plugins: PluginHost) -> str:
+    """Return the key of an engine without tokens; empty if there is none."""
+    outputs = {key: plugins.find("engine", each.name).offer.output for key, each in engines.items()}
+    return next((key for key, output in outputs.items() if output == "text"), "")
 
-    @cached_property
-    def data_plane(self) -> DataPlane:
-        """The data plane, not yet started.  Raises ConfigError if it cannot work with the placement."""
-        return cast(DataPlane, self._make("data_plane", self.config.data_plane, self.placement))
 
-    # ------------------------------------------------------------------------------ engines and trainer
+def workers_of(section: EngineConfig, plugins: PluginHost) -> int:
+    """Return the number of engines of a section: ``workers``, or the number in the engine's options.
 
-    @cached_property
-    def model(self) -> StartModelSource:
-        """The source of the model that training starts from."""
-        return self._closed_later(model_source(self.config.model, self.plugins))
+    Raises ConfigError if both are set and differ, or if there are several and no pool.
+    """
+    selected = plugins.find("engine", section.name)
+    number = section.workers
+    if selected.offer.workers is not None:
+        number = selected.loaded(selected.offer.workers)(**section.options)
+        if section.workers not in (1, number):
+            raise ConfigError(
+                f"engine.workers = {section.workers}: the options of engine {section.name!r} describe "
+                f"{number}; leave out engine.workers"
+            )
+    if number > 1:
+        try:
+            plugins.the_one("engine", "pools_engines")
+        except SelectionError as error:
+            raise ConfigError(f"engine.workers = {number}: several engines are a pool; {error}") from error
+    return number
 
-    @property
-    def engines(self) -> dict[str, EngineConfig]:
-        """The sections of the engines that start, by key."""
-        own = self.config.validation.engine
-        if self.trains:
-            with_own = own is not None and self.config.validation.measures
-            return {"engine": self.config.engine} | ({"validation.engine": own} if own and with_own else {})
-        return {"engine": self.config.engine} if own is None else {"validation.engine": own}
 
-    @property
-    def text_engine(self) -> str:
-        """Key of an engine without tokens; empty if there is none."""
-        for key, section in self.engines.items():
-            if self.plugins.find("engine", section.name).offer.output == "text":
-                return key
-        return ""
+def engine_setup(
+    config: Config, section: EngineConfig, model: str, *, logs: Path | None, colocated: bool, trains: bool
+) -> EngineSetup:
+    """Make the setup of an engine.
 
-    def engine_setup(
-        self, section: EngineConfig, model: str, *, logs: Path | None, colocated: bool
-    ) -> EngineSetup:
-        """Make the setup of an engine.
+    If the order of training is fixed, and no completion mixes versions by timing, then equal seeds can
+    give equal weights, which needs the engine's support.
 
-        If the order of training is fixed, and no completion mixes versions by timing, then equal seeds can
-        give equal weights, which needs the engine's support.
+    Args:
+        config: of the run.
+        section: of this engine.
+        model: directory of the model; it is made absolute, since a worker may have another working directory.
+        logs: directory of its log files.
+        colocated: whether training runs on this machine at the same time.
+        trains: whether its completions are trained.
+    """
+    pipeline = config.pipeline
+    fixed = pipeline.policy == "in_order" and not (pipeline.max_staleness and pipeline.in_flight_updates)
+    return EngineSetup(
+        model=str(Path(model).absolute()) if model else "",
+        sections=config.sections,
+        trust_remote_code=config.model.trust_remote_code,
+        threads=thread_count(section.threads, colocated),
+        seed=config.seed,
+        log_directory=str(logs.absolute()) if logs else None,
+        deadline=section.deadline,
+        max_requests=section.max_requests,
+        reproducible=trains and fixed,
+    )
 
-        Args:
-            section: of this engine.
-            model: directory of the model; it is made absolute, since a worker may have another working
-                directory.
-            logs: directory of its log files.
-            colocated: whether training runs on this machine at the same time.
-        """
-        config, pipeline = self.config, self.config.pipeline
-        fixed = pipeline.policy == "in_order" and not (pipeline.max_staleness and pipeline.in_flight_updates)
-        return EngineSetup(
-            model=str(Path(model).absolute()) if model else "",
-            sections=config.sections,
-            trust_remote_code=config.model.trust_remote_code,
-            threads=thread_count(section.threads, colocated),
-            seed=config.seed,
-            log_directory=str(logs.absolute()) if logs else None,
-            deadline=section.deadline,
-            max_requests=section.max_requests,
-            reproducible=self.trains and fixed,
+
+def make_engine(
+    section: EngineConfig,
+    setup: EngineSetup,
+    plugins: PluginHost,
+    placement: Placement,
+    *,
+    tolerance: Tolerance,
+    env_vars: Sequence[Mapping[str, str]] = (),
+) -> Engine:
+    """Make the engine of a section, or its pool of engines, not yet started.
+
+    Args:
+        section: of the engine.
+        setup: setup of a single engine; a pool divides its threads.
+        plugins: have the pool.
+        placement: makes the engines.
+        tolerance: of the pool's canary.
+        env_vars: environment variables of each engine's process, by number.
+    """
+    section = evolve(section, workers=workers_of(section, plugins))
+    variables = [{**plugins.variables(), **each} for each in env_vars or [{}]]
+
+    def one(number: int, setup: EngineSetup) -> Engine:
+        """Make the engine with this number; further engines share the places of the first."""
+        setup = evolve(setup, env_vars=variables[number % len(variables)])
+        engine = placement.engine(number, section, setup)
+        return LimitedEngine(engine, section.max_requests) if section.max_requests else engine
+
+    def member(number: int) -> Engine:
+        """Make an engine of the pool, with its share of the cores, and its own directory for logs."""
+        threads = section.threads or max(1, setup.threads // section.workers)
+        logs = f"{setup.log_directory}/engine-{number}" if setup.log_directory else None
+        return one(number, evolve(setup, number=number, threads=threads, log_directory=logs))
+
+    if section.workers == 1 and not placement.pooled:
+        return one(0, setup)
+    pool: Engine = plugins.factory("engine", plugins.the_one("engine", "pools_engines"))(
+        member, section.workers, tolerance=tolerance, deadline=section.deadline, hold=placement.retain()
+    )
+    return pool
+
+
+def make_engines(parts: Parts, devices: Devices, model: str, logs: Path | None = None) -> dict[str, Engine]:
+    """Make the engines with their GPUs, not yet started, by the keys of their sections.
+
+    Args:
+        parts: of the run.
+        devices: the GPUs of the engines.
+        model: directory of the model.
+        logs: directory of the log files.
+    """
+    config, made = parts.config, {}
+    for key, section in parts.engines.items():
+        with_training = parts.trains and (config.pipeline.max_staleness > 0 or key != "engine")
+        own = logs / "validation" if logs and key != "engine" else logs
+        setup = engine_setup(config, section, model, logs=own, colocated=with_training, trains=parts.trains)
+        engine = make_engine(
+            section,
+            evolve(setup, shares_gpu=key in devices.shared),
+            parts.plugins,
+            parts.placement,
+            tolerance=canary_tolerance(config.health, section),
+            env_vars=devices.engines.get(key, ()),
         )
+        made[key] = parts.keep(engine)
+    return made
 
-    def make_engines(self, model: str, logs: Path | None = None) -> dict[str, Engine]:
-        """Make the engines with their GPUs, not yet started, by the keys of their sections.
 
-        Args:
-            model: directory of the model.
-            logs: directory of the log files.
-        """
-        made = {}
-        for key, section in self.engines.items():
-            with_training = self.trains and (self.config.pipeline.max_staleness > 0 or key != "engine")
-            own = logs / "validation" if logs and key != "engine" else logs
-            setup = self.engine_setup(section, model, logs=own, colocated=with_training)
-            setup = evolve(setup, shares_gpu=key in self.devices.shared)
-            made[key] = self.engine(section, setup, self.devices.engines.get(key, ()))
-        return made
+def published(config: Config, engine: Engine, weights: Weights, version: int) -> Published | None:
+    """Describe the newest weights of the engine of training, for the checkpoint of a version."""
+    option = config.engine.options.get("dtype", "auto")
+    sums = not weights.base and model_section(config) is not None  # other machines round otherwise
+    return Published.of(
+        weights,
+        version=version,
+        engine=getattr(engine, "dtype", "") if option == "auto" else str(option),
+        apart=getattr(engine, "keeps_adapters", False),
+        exact=not sums,
+    )
 
-    def engine(
-        self, section: EngineConfig, setup: EngineSetup, env_vars: Sequence[Mapping[str, str]] = ()
-    ) -> Engine:
-        """Make the engine of a section, or its pool of engines.
 
-        Args:
-            setup: setup of a single engine; a pool divides its threads.
-            env_vars: environment variables of each engine's process, by number.
-        """
-        section = evolve(section, workers=self.workers_of(section))
-        variables = [{**self.plugins.variables(), **each} for each in env_vars or [{}]]
+def canary_tolerance(health: HealthConfig, section: EngineConfig) -> Tolerance:
+    """Return the tolerance for an engine, whose dtype may be unknown."""
+    dtype = section.options.get("dtype", "auto")
+    return Tolerance(health.canary_tolerance, "" if dtype == "auto" else str(dtype))
 
-        def one(number: int, setup: EngineSetup) -> Engine:
-            """Make the engine with this number; further engines share the places of the first."""
-            setup = evolve(setup, env_vars=variables[number % len(variables)])
-            engine = self.placement.engine(number, section, setup)
-            return LimitedEngine(engine, section.max_requests) if section.max_requests else engine
 
-        def member(number: int) -> Engine:
-            """Make an engine of the pool, with its share of the cores, and its own directory for logs."""
-            threads = section.threads or max(1, setup.threads // section.workers)
-            logs = f"{setup.log_directory}/engine-{number}" if setup.log_directory else None
-            return one(number, evolve(setup, number=number, threads=threads, log_directory=logs))
+def place_of_trainer(trainer: TrainerConfig, plugins: PluginHost) -> str:
+    """Return the placement of the trainer's processes; empty if they run on this machine."""
+    return str(plugins.find("trainer", trainer.name).offer.placement)
 
-        if section.workers == 1 and not self.placement.pooled:
-            return self._closed_later(one(0, setup))
-        pool: Engine = self.plugins.factory("engine", self.plugins.the_one("engine", "pools_engines"))(
-            member,
-            section.workers,
-            tolerance=self.canary_tolerance(section),
-            deadline=section.deadline,
-            hold=self.placement.retain(),
-        )
-        return self._closed_later(pool)
 
-    def workers_of(self, section: EngineConfig) -> int:
-        """Return the number of engines of a section: ``workers``, or the number in the engine's options.
+def ranks_of(config: Config, plugins: PluginHost) -> int:
+    """Return the number of the trainer's processes."""
+    selected = plugins.find("trainer", config.trainer.name)
+    count = selected.offer.workers
+    return 1 if count is None else int(selected.loaded(count)(config, plugins))
 
-        Raises ConfigError if both are set and differ, or if there are several and no pool.
-        """
-        selected = self.plugins.find("engine", section.name)
-        number = section.workers
-        if selected.offer.workers is not None:
-            number = selected.loaded(selected.offer.workers)(**section.options)
-            if section.workers not in (1, number):
-                raise ConfigError(
-                    f"engine.workers = {section.workers}: the options of engine {section.name!r} describe "
-                    f"{number}; leave out engine.workers"
-                )
-        if number > 1:
-            try:
-                self.plugins.the_one("engine", "pools_engines")
-            except SelectionError as error:
-                raise ConfigError(
-                    f"engine.workers = {number}: several engines are a pool; {error}"
-                ) from error
-        return number
 
-    def published(self, engine: Engine, weights: Weights, version: int) -> Published | None:
-        """Describe the newest weights of the engine of training, for the checkpoint of a version."""
-        option = self.config.engine.options.get("dtype", "auto")
-        sums = not weights.base and model_section(self.config) is not None  # other machines round otherwise
-        return Published.of(
-            weights,
-            version=version,
-            engine=getattr(engine, "dtype", "") if option == "auto" else str(option),
-            apart=getattr(engine, "keeps_adapters", False),
-            exact=not sums,
-        )
+def transport_of(
+    engine: EngineConfig, own: EngineConfig | None, plugins: PluginHost, placement: Placement, place: str
+) -> str:
+    """Return the transport of weights from the trainer to the engines.
 
-    def canary_tolerance(self, section: EngineConfig) -> Tolerance:
-        """Return the tolerance for an engine, whose dtype may be unknown."""
-        dtype = section.options.get("dtype", "auto")
-        return Tolerance(self.config.health.canary_tolerance, "" if dtype == "auto" else str(dtype))
+    Args:
+        engine: section of the engine of training.
+        own: section of the engine of validation; None without one.
+        plugins: have the transports.
+        placement: of the engines.
+        place: of the trainer, as ``place_of_trainer`` returns it.
 
-    def transport(self) -> str:
-        """The transport of weights from the trainer to the engines.
-
-        Raises ConfigError if an engine does not support it, PluginError for an unknown engine or transport.
-        """
-        engine, validation = self.config.engine, self.config.validation
-        own = [validation.engine] if validation.engine is not None and validation.measures else []
-        engines, from_here = [engine, *own], not self.place_of_trainer
-        if any(each.transport != "auto" or each.transport_options for each in own):
-            raise ConfigError("validation.engine.transport: weights come to all engines by engine.transport")
-        chosen = engine.transport
-        if chosen == "auto":
-            chosen = "shm" if from_here else self.plugins.the_one("transport", "crosses_machines")
-        offer = find_transport(chosen, self.plugins, engine.transport_options)
-        if engine.transport == "auto" and from_here:
-            return chosen
-        declared = [set(self.plugins.find("engine", each.name).offer.transports) for each in engines]
-        takes = set.intersection(*(each | {chosen} if "*" in each else each for each in declared))
-        if chosen not in takes:
-            names = " and ".join(repr(each.name) for each in engines)
-            raise ConfigError(
-                f"engine.transport = {chosen!r}: engine {names} takes weights by "
-                f"{', '.join(sorted(takes))} only"
-            )
-        setting = f'engine.transport = "{engine.transport}"'
-        shared = self.placement.pooled or any(each.workers > 1 for each in engines)
-        host, near = f"engine.transport_options.host = {offer.host!r}", is_loopback(offer.host)
-        if not from_here and not offer.remote:
-            raise ConfigError(
-                f"{setting} needs a trainer on this machine, but this one is in workers, perhaps on several: "
-                "leave it out"
-            )
-        if not from_here and not near:
-            raise ConfigError(
-                f"{host}: each process of this trainer listens at its own machine's address; leave it out"
-            )
-        if from_here and offer.remote and self.placement.remote and near:
-            raise ConfigError(
-                f"{setting}: workers on other machines cannot reach {host}; set it to an address of this "
-                "machine in the cluster's network"
-            )
-        if from_here and not offer.several and shared:
-            raise ConfigError(
-                f"{setting} is for one engine: a late one of several would read the trainer's next "
-                'weights; use "shm"'
-            )
+    Raises ConfigError if an engine does not support it, PluginError for an unknown engine or transport.
+    """
+    engines, from_here = [engine, own] if own is not None else [engine], not place
+    if own is not None and (own.transport != "auto" or own.transport_options):
+        raise ConfigError("validation.engine.transport: weights come to all engines by engine.transport")
+    chosen = engine.transport
+    if chosen == "auto":
+        chosen = "shm" if from_here else plugins.the_one("transport", "crosses_machines")
+    offer = find_transport(chosen, plugins, engine.transport_options)
+    if engine.transport == "auto" and from_here:
         return chosen
-
-    def trainer(self, setup: TrainerSetup) -> Trainer:
-        """Make the trainer, not yet started."""
-        return cast(Trainer, self._make("trainer", self.config.trainer, setup))
-
-    def trainer_setup(self, model: str, **started: Any) -> TrainerSetup:
-        """Make the trainer's setup.
-
-        Args:
-            model: directory of the model that the run starts from.
-            started: what the configuration does not determine.
-        """
-        config = self.config
-        known: dict[str, Any] = {"scores": self.scores, **started}
-        return TrainerSetup(
-            sections=config.sections,
-            model=evolve(config.model, path=model),
-            trainer=config.trainer,
-            loss=config.loss,
-            optimizer=config.optimizer,
-            seed=config.seed,
-            colocated=config.pipeline.max_staleness > 0,
-            async_save=config.checkpoint.async_save,
-            engine_dtype=engine_dtype(config.engine),
-            transport_options=config.engine.transport_options,
-            max_non_finite=config.health.max_non_finite,
-            plugins=self.plugins.selection.allow,
-            block=self.plugins.selection.block,
-            directory=self.plugins.selection.directory,
-            **known,
+    declared = [set(plugins.find("engine", each.name).offer.transports) for each in engines]
+    takes = set.intersection(*(each | {chosen} if "*" in each else each for each in declared))
+    if chosen not in takes:
+        names = " and ".join(repr(each.name) for each in engines)
+        raise ConfigError(
+            f"engine.transport = {chosen!r}: engine {names} takes weights by {', '.join(sorted(takes))} only"
         )
-
-    def renderer(self, model: str, engines: Iterable[EngineConfig]) -> Renderer:
-        """Load the renderer of a model; an engine's option ``max_model_len`` bounds its rollouts, too."""
-        section = self.config.model
-        renderer = Renderer.load(
-            model,
-            trust_remote_code=section.trust_remote_code,
-            chat_template=chat_template(section.chat_template),
-            chat_template_kwargs=section.chat_template_kwargs,
-            response_format=section.response_format,
-            rendered=section.prompt_is_rendered,
+    setting = f'engine.transport = "{engine.transport}"'
+    shared = placement.pooled or any(each.workers > 1 for each in engines)
+    host, near = f"engine.transport_options.host = {offer.host!r}", is_loopback(offer.host)
+    if not from_here and not offer.remote:
+        raise ConfigError(
+            f"{setting} needs a trainer on this machine, but this one is in workers, perhaps on several: "
+            "leave it out"
         )
-        lengths = [engine.options.get("max_model_len") for engine in engines]
-        renderer.context = min([renderer.context, *(each for each in lengths if isinstance(each, int))])
-        return renderer
-
-    # ------------------------------------------------------------------------------ what is learnt from
-
-    @property
-    def loss(self) -> Bound[Any, Any]:
-        """The loss, with its options.  Raises ConfigError or PluginError if it cannot be made."""
-        return self.plugins.function("loss", self.config.loss.name, **self.config.loss.options)
-
-    def loss_remarks(self) -> list[Remark]:
-        """Return remarks about the loss; raise ConfigError if its options contradict other sections."""
-        loss, config = self.loss, self.config
-        setting = LossSetting(
-            proximal=config.trainer.proximal,
-            updates_per_step=config.trainer.updates_per_step,
-            max_staleness=config.pipeline.max_staleness,
+    if not from_here and not near:
+        raise ConfigError(
+            f"{host}: each process of this trainer listens at its own machine's address; leave it out"
         )
-        if problems := problems_of(loss.function, loss.options, setting):
-            raise ConfigError(f"loss {config.loss.name!r}: " + "; ".join(problems))
-        return remarks_of(loss.function, loss.options, setting)
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The needs of the loss with its options, such as "scores.reference"."""
-        return needs_of(self.loss.function, self.loss.options)
-
-    @property
-    def scores(self) -> dict[str, ScoreConfig]:
-        """The scores that the loss needs, by name."""
-        return needed_scores(self.config.scores, self.needs)
-
-    @cached_property
-    def sampler(self) -> Sampler:
-        """The sampler; factories with these parameters get ``seed`` and the tasks' ``weights``."""
-        chosen = self.config.sampler
-        factory = self.plugins.factory("sampler", chosen.name)
-        takes = inspect.signature(factory).parameters
-        if draws_itself(factory, chosen.options):
-            if unknown := sorted(chosen.options.keys() - takes.keys()):
-                raise ConfigError(
-                    f"sampler {chosen.name!r}: the function has no parameter {unknown[0]!r} for "
-                    f"sampler.options.{unknown[0]}"
-                )
-            return FunctionSampler(partial(factory, **chosen.options))
-        weights = {name: task.weight for name, task in self.config.tasks.items()}
-        known: dict[str, Any] = {"seed": self.config.seed, "weights": weights}
-        options = {key: value for key, value in known.items() if key in takes}
-        return cast(Sampler, self._make("sampler", chosen, **options))
-
-    def shaping(self) -> Shaping | None:
-        """Make the shaping of rewards from a plugin's section, or None."""
-        sections = (self.config.section(each.kind, None) for each in self.plugins.sections.added)
-        found = (
-            section.reward_shaping(self.config.rollout.max_tokens)
-            for section in sections
-            if isinstance(section, ShapingSection)
+    if from_here and offer.remote and placement.remote and near:
+        raise ConfigError(
+            f"{setting}: workers on other machines cannot reach {host}; set it to an address of this "
+            "machine in the cluster's network"
         )
-        return next((shaping for shaping in found if shaping is not None), None)
+    if from_here and not offer.several and shared:
+        raise ConfigError(
+            f"{setting} is for one engine: a late one of several would read the trainer's next "
+            'weights; use "shm"'
+        )
+    return chosen
 
-    def of_reward(self) -> dict[str, str]:
-        """Return the metrics of which rewards are made, each with the key that says so."""
-        chosen = self.config.advantage
-        selected = self.plugins.find("advantage", chosen.name)
-        reads = selected.offer.parts
-        compared = () if reads is None else selected.loaded(reads)(**chosen.options)
-        shaping = self.shaping()
-        return {
-            **dict.fromkeys(compared, f"advantage.name = {chosen.name!r}"),
-            **dict.fromkeys(() if shaping is None else shaping.parts, "shaping.weights"),
-        }
 
-    def dynamic(self) -> DynamicSampling | None:
-        """Make the dynamic sampling, or None if no groups are filtered."""
-        config, filters = self.config.dynamic_sampling, self.config.filters
-        if not config.enabled and not filters:
-            return None
-        if len({*map(short_name, filters)}) < len(filters):
+def trainer_setup(config: Config, plugins: PluginHost, model: str, **started: Any) -> TrainerSetup:
+    """Make the trainer's setup.
+
+    Args:
+        config: of the run.
+        plugins: those of the run.
+        model: directory of the model that the run starts from.
+        started: what the configuration does not determine.
+    """
+    return TrainerSetup(
+        sections=config.sections,
+        model=evolve(config.model, path=model),
+        trainer=config.trainer,
+        loss=config.loss,
+        optimizer=config.optimizer,
+        seed=config.seed,
+        colocated=config.pipeline.max_staleness > 0,
+        async_save=config.checkpoint.async_save,
+        engine_dtype=engine_dtype(config.engine),
+        transport_options=config.engine.transport_options,
+        max_non_finite=config.health.max_non_finite,
+        plugins=plugins.selection.allow,
+        block=plugins.selection.block,
+        directory=plugins.selection.directory,
+        **started,
+    )
+
+
+def load_renderer(section: ModelConfig, model: str, engines: Iterable[EngineConfig]) -> Renderer:
+    """Load the renderer of a model; an engine's option ``max_model_len`` bounds its rollouts, too."""
+    renderer = Renderer.load(
+        model,
+        trust_remote_code=section.trust_remote_code,
+        chat_template=chat_template(section.chat_template),
+        chat_template_kwargs=section.chat_template_kwargs,
+        response_format=section.response_format,
+        rendered=section.prompt_is_rendered,
+    )
+    lengths = [engine.options.get("max_model_len") for engine in engines]
+    renderer.context = min([renderer.context, *(each for each in lengths if isinstance(each, int))])
+    return renderer
+
+
+# ---------------------------------------------------------------------------------- what is learnt from
+
+
+def make_loss(section: LossConfig, plugins: PluginHost) -> Bound[Any, Any]:
+    """Make the loss, with its options.  Raises ConfigError or PluginError if it cannot be made."""
+    return plugins.function("loss", section.name, **section.options)
+
+
+def remarks_about(loss: Bound[Any, Any], trainer: TrainerConfig, pipeline: PipelineConfig) -> list[Remark]:
+    """Return remarks about the loss; raise ConfigError if its options contradict other sections."""
+    setting = LossSetting(
+        proximal=trainer.proximal,
+        updates_per_step=trainer.updates_per_step,
+        max_staleness=pipeline.max_staleness,
+    )
+    if problems := problems_of(loss.function, loss.options, setting):
+        raise ConfigError(f"loss {loss.selected.name!r}: " + "; ".join(problems))
+    return remarks_of(loss.function, loss.options, setting)
+
+
+def scores_of(config: Config, loss: Bound[Any, Any]) -> dict[str, ScoreConfig]:
+    """Return the scores that the loss needs, by name."""
+    return needed_scores(config.scores, needs_of(loss.function, loss.options))
+
+
+def make_sampler(config: Config, plugins: PluginHost) -> Sampler:
+    """Make the sampler; factories with these parameters get ``seed`` and the tasks' ``weights``."""
+    chosen = config.sampler
+    factory = plugins.factory("sampler", chosen.name)
+    takes = inspect.signature(factory).parameters
+    if draws_itself(factory, chosen.options):
+        if unknown := sorted(chosen.options.keys() - takes.keys()):
             raise ConfigError(
-                f"filters: two of {', '.join(filters)} have the same name in metrics; rename one, in its file"
+                f"sampler {chosen.name!r}: the function has no parameter {unknown[0]!r} for "
+                f"sampler.options.{unknown[0]}"
             )
-        return DynamicSampling(
-            tolerance=config.tolerance if config.enabled else None,
-            filters={
-                short_name(name): self.plugins.function("filter", name, **options)
-                for name, options in filters.items()
-            },
-            max_extra_groups=config.max_extra_groups or EXTRA_GROUPS * self.config.trainer.prompts_per_step,
+        return FunctionSampler(partial(factory, **chosen.options))
+    weights = {name: task.weight for name, task in config.tasks.items()}
+    known: dict[str, Any] = {"seed": config.seed, "weights": weights}
+    options = {key: value for key, value in known.items() if key in takes}
+    sampler: Sampler = plugins.make("sampler", chosen.name, **{**options, **chosen.options})
+    return sampler
+
+
+def shaping_of(config: Config, plugins: PluginHost) -> Shaping | None:
+    """Make the shaping of rewards from a plugin's section, or None."""
+    sections = (config.section(each.kind, None) for each in plugins.sections.added)
+    found = (
+        section.reward_shaping(config.rollout.max_tokens)
+        for section in sections
+        if isinstance(section, ShapingSection)
+    )
+    return next((shaping for shaping in found if shaping is not None), None)
+
+
+def of_reward(config: Config, plugins: PluginHost) -> dict[str, str]:
+    """Return the metrics of which rewards are made, each with the key that says so."""
+    chosen = config.advantage
+    selected = plugins.find("advantage", chosen.name)
+    reads = selected.offer.parts
+    compared = () if reads is None else selected.loaded(reads)(**chosen.options)
+    shaping = shaping_of(config, plugins)
+    return {
+        **dict.fromkeys(compared, f"advantage.name = {chosen.name!r}"),
+        **dict.fromkeys(() if shaping is None else shaping.parts, "shaping.weights"),
+    }
+
+
+def dynamic_sampling(config: Config, plugins: PluginHost) -> DynamicSampling | None:
+    """Make the dynamic sampling, or None if no groups are filtered."""
+    section, filters = config.dynamic_sampling, config.filters
+    if not section.enabled and not filters:
+        return None
+    if len({*map(short_name, filters)}) < len(filters):
+        raise ConfigError(
+            f"filters: two of {', '.join(filters)} have the same name in metrics; rename one, in its file"
         )
+    return DynamicSampling(
+        tolerance=section.tolerance if section.enabled else None,
+        filters={
+            short_name(name): plugins.function("filter", name, **options) for name, options in filters.items()
+        },
+        max_extra_groups=section.max_extra_groups or EXTRA_GROUPS * config.trainer.prompts_per_step,
+    )
 
-    # ------------------------------------------------------------------------------ the loop
 
-    def buffer(self) -> Buffer[Prompt, Group]:
-        """Make the buffer of a new run."""
-        return Buffer(
-            prompts_per_step=self.config.trainer.prompts_per_step,
-            max_staleness=self.config.pipeline.max_staleness,
-            num_steps=self.config.trainer.steps,
-            policy=self.config.pipeline.policy,
-            max_retries=self.config.rollout.max_retries,
-        )
+def make_learning(config: Config, plugins: PluginHost) -> Learning:
+    """Make the advantages, clipped as their section sets, the hints and the filters."""
+    loss, section, chosen = make_loss(config.loss, plugins), config.rollout, config.advantage
+    needs = needs_of(loss.function, loss.options)
+    advantages: AdvantageFunction = plugins.function("advantage", chosen.name, **chosen.options)
+    if chosen.clip_low is not None or chosen.clip_high is not None:
+        advantages = Clipped(advantages, chosen.clip_low, chosen.clip_high)
+    hints = Hints(
+        choose=hints_of(loss.function, loss.options),
+        who=str(loss),
+        place=section.hint_place,
+        max_tokens=section.max_hint_tokens,
+    )
+    return Learning(
+        advantages=advantages,
+        all_rows=config.loss.all_rows or "all_rows" in needs,
+        shaping=shaping_of(config, plugins),
+        dynamic=dynamic_sampling(config, plugins),
+        hints=hints if any(score.hint for score in scores_of(config, loss).values()) else None,
+        needs_hints="hints" in needs,
+    )
 
-    @cached_property
-    def places(self) -> FairSemaphore:
-        """The limit of concurrent rollouts, of training and validation together."""
-        return FairSemaphore(self.config.rollout.max_in_flight or UNLIMITED)
 
-    def playing(self, environments: Mapping[str, EnvironmentClient], renderer: protocols.Renderer) -> Playing:
-        """Make the settings for playing groups."""
-        return Playing(
-            environments=environments,
-            renderer=renderer,
-            sampling=sampling_params(self.config.rollout),
-            group_size=self.config.rollout.group_size,
-            places=self.places,
-            seed=self.config.seed,
-        )
+# ---------------------------------------------------------------------------------- the loop
 
-    def learning(self) -> Learning:
-        """Make the advantages, clipped as their section sets, the hints and the filters."""
-        loss, section, chosen, needs = self.loss, self.config.rollout, self.config.advantage, self.needs
-        advantages: AdvantageFunction = self.plugins.function("advantage", chosen.name, **chosen.options)
-        if chosen.clip_low is not None or chosen.clip_high is not None:
-            advantages = Clipped(advantages, chosen.clip_low, chosen.clip_high)
-        hints = Hints(
-            choose=hints_of(loss.function, loss.options),
-            who=str(loss),
-            place=section.hint_place,
-            max_tokens=section.max_hint_tokens,
-        )
-        return Learning(
-            advantages=advantages,
-            all_rows=self.config.loss.all_rows or "all_rows" in needs,
-            shaping=self.shaping(),
-            dynamic=self.dynamic(),
-            hints=hints if any(score.hint for score in self.scores.values()) else None,
-            needs_hints="hints" in needs,
-        )
 
-    def checks(
-        self,
-        environments: Mapping[str, EnvironmentPool],
-        prompts: Mapping[str, Sequence[Prompt]],
-        renderer: Renderer,
-    ) -> Checks:
-        """Make the checks that end a run which cannot learn."""
-        config = self.config.health
-        some = [prompt for part in prompts.values() for prompt in part[: max(1, PROMPTS // len(prompts))]]
-        ends = [tuple(renderer.prompt_ids(each.messages)[-LENGTH:]) for each in some[:PROMPTS]]
-        return Checks(
-            observe_attempt=self.budgets(environments),
-            canary=[ids for ids in dict.fromkeys(ends) if ids and max(ids) < renderer.vocabulary],
-            tolerance=self.canary_tolerance(self.config.engine),
-            limits={
-                "logprob_diff_mean": Thresholds(*config.logprob_diff),
-                "mismatch_kl": Thresholds(*config.mismatch_kl),
-                "effective_sample_size": Thresholds(*config.effective_sample_size),
-                "clip_fraction_low": Thresholds(*config.clip_fraction),
-                "clip_fraction_high": Thresholds(*config.clip_fraction),
-            },
-            correction=", ".join(
-                f"loss.options.{name} = {value!r}" for name, value in self.config.loss.options.items()
-            ),
-            uncorrected=next((each.message for each in self.loss_remarks() if each.costs), ""),
-        )
+def make_buffer(config: Config) -> Buffer[Prompt, Group]:
+    """Make the buffer of a new run."""
+    return Buffer(
+        prompts_per_step=config.trainer.prompts_per_step,
+        max_staleness=config.pipeline.max_staleness,
+        num_steps=config.trainer.steps,
+        policy=config.pipeline.policy,
+        max_retries=config.rollout.max_retries,
+    )
 
-    def schedule(self, *, began: float = 0.0) -> Schedule:
-        """Make the loop's schedule and deadlines; ``stall`` exceeds all deadlines within it.
 
-        Args:
-            began: start of the program, on the clock of the event loop.
-        """
-        seconds = self.config.trainer.time_limit
-        rollout, trainer, pipeline = self.config.rollout, self.config.trainer, self.config.pipeline
-        engine, validation, checkpoint = self.config.engine, self.config.validation, self.config.checkpoint
-        attempts = rollout.max_retries + 2
-        rounds = 1
-        if rollout.max_in_flight:
-            groups = (pipeline.max_staleness + 1) * trainer.prompts_per_step
-            rounds = -(-groups // max(1, rollout.max_in_flight // rollout.group_size))
-        return Schedule(
-            validations=intervals(validation),
-            save_every=checkpoint.every,
-            save_seconds=60.0 * checkpoint.every_minutes,
-            rollout_deadline=rollout.deadline,
-            sync_deadline=SYNC_ATTEMPTS * engine.deadline + SYNC_GRACE,
-            in_flight_updates=pipeline.in_flight_updates,
-            pause_to_validate=validation.pause,
-            time_limit=TimeLimit(end=began + seconds, seconds=seconds) if seconds else None,
-            stall=rollout.deadline * attempts * rounds
-            + trainer.deadline
-            + SYNC_ATTEMPTS * engine.deadline
-            + validation.longest_deadline * validation.measures,
-        )
+def places_of(section: RolloutConfig) -> FairSemaphore:
+    """Make the limit of concurrent rollouts, of training and validation together."""
+    return FairSemaphore(section.max_in_flight or UNLIMITED)
 
-    def lost_budget(self) -> LostBudget:
-        """Make the limit of rollouts lost in a row: all attempts of all outstanding slots."""
-        rollout = self.config.rollout
-        outstanding = (self.config.pipeline.max_staleness + 1) * self.config.trainer.prompts_per_step
-        return LostBudget(outstanding * rollout.group_size * (rollout.max_retries + 1))
 
-    def budgets(self, environments: Mapping[str, EnvironmentPool]) -> ObserveAttempt:
-        """Make the observer of attempts, which raises when too many calls fail or rollouts are lost."""
-        lost, max_retries = self.lost_budget(), self.config.rollout.max_retries
-        budgets = {task: ErrorBudget(task, self.config.environment.max_error_rate) for task in environments}
+def make_checks(
+    config: Config,
+    environments: Mapping[str, EnvironmentPool],
+    prompts: Mapping[str, Sequence[Prompt]],
+    renderer: Renderer,
+    remarks: Iterable[Remark],
+) -> Checks:
+    """Make the checks that end a run which cannot learn."""
+    limits = config.health
+    some = [prompt for part in prompts.values() for prompt in part[: max(1, PROMPTS // len(prompts))]]
+    ends = [tuple(renderer.prompt_ids(each.messages)[-LENGTH:]) for each in some[:PROMPTS]]
+    return Checks(
+        observe_attempt=budgets(config, environments),
+        canary=[ids for ids in dict.fromkeys(ends) if ids and max(ids) < renderer.vocabulary],
+        tolerance=canary_tolerance(limits, config.engine),
+        limits={
+            "logprob_diff_mean": Thresholds(*limits.logprob_diff),
+            "mismatch_kl": Thresholds(*limits.mismatch_kl),
+            "effective_sample_size": Thresholds(*limits.effective_sample_size),
+            "clip_fraction_low": Thresholds(*limits.clip_fraction),
+            "clip_fraction_high": Thresholds(*limits.clip_fraction),
+        },
+        correction=", ".join(
+            f"loss.options.{name} = {value!r}" for name, value in config.loss.options.items()
+        ),
+        uncorrected=next((each.message for each in remarks if each.costs), ""),
+    )
 
-        def observe(task: str, rollouts: Sequence[Rollout], attempts: int) -> None:
-            for each in rollouts:
-                lost.observe(each)
-            for failed in failures_of_calls(rollouts, needs_group=environments[task].about.needs_group):
-                again = attempts == 0 < max_retries
-                budgets[task].observe(failed, last=not again)
 
-        return observe
+def make_schedule(config: Config, *, began: float = 0.0) -> Schedule:
+    """Make the loop's schedule and deadlines; ``stall`` exceeds all deadlines within it.
 
-    def strategy(self, section: ValidationConfig, of_set: str = "") -> ValidationStrategy:
-        """Return the strategy of ``[validation]``, or of a set, whose section is given."""
-        if of_set not in self._strategies:
-            self._strategies[of_set] = self._make("validation_strategy", section)
-        return self._strategies[of_set]
+    Args:
+        config: of the run.
+        began: start of the program, on the clock of the event loop.
+    """
+    seconds = config.trainer.time_limit
+    rollout, trainer, pipeline = config.rollout, config.trainer, config.pipeline
+    engine, validation, checkpoint = config.engine, config.validation, config.checkpoint
+    attempts = rollout.max_retries + 2
+    rounds = 1
+    if rollout.max_in_flight:
+        groups = (pipeline.max_staleness + 1) * trainer.prompts_per_step
+        rounds = -(-groups // max(1, rollout.max_in_flight // rollout.group_size))
+    return Schedule(
+        validations=intervals(validation),
+        save_every=checkpoint.every,
+        save_seconds=60.0 * checkpoint.every_minutes,
+        rollout_deadline=rollout.deadline,
+        sync_deadline=SYNC_ATTEMPTS * engine.deadline + SYNC_GRACE,
+        in_flight_updates=pipeline.in_flight_updates,
+        pause_to_validate=validation.pause,
+        time_limit=TimeLimit(end=began + seconds, seconds=seconds) if seconds else None,
+        stall=rollout.deadline * attempts * rounds
+        + trainer.deadline
+        + SYNC_ATTEMPTS * engine.deadline
+        + validation.longest_deadline * validation.measures,
+    )
 
-    def validation(
-        self,
-        held_out: Sequence[HeldOut],
-        engine: Engine,
-        renderer: protocols.Renderer,
-        *,
-        emit: Callable[[Event], None],
-        last: int = 0,
-    ) -> Validation:
-        """Make the validation of a run's versions up to the ``last`` one."""
-        rollout = self.config.rollout
-        shared = Context(
-            version=0,
-            prompts={},
-            engine=engine,
-            environments={},
-            renderer=renderer,
-            sampling=sampling_params(rollout),
-            retries=rollout.max_retries,
-            seed=self.config.seed,
-            group_size=rollout.group_size,
-            places=self.places,
-        )
-        strategies = {part.name: self.strategy(part.config, part.name) for part in held_out}
-        return Validation(parts=held_out, strategies=strategies, shared=shared, last=last, emit=emit)
+
+def lost_budget(config: Config) -> LostBudget:
+    """Make the limit of rollouts lost in a row: all attempts of all outstanding slots."""
+    rollout = config.rollout
+    outstanding = (config.pipeline.max_staleness + 1) * config.trainer.prompts_per_step
+    return LostBudget(outstanding * rollout.group_size * (rollout.max_retries + 1))
+
+
+def budgets(config: Config, environments: Mapping[str, EnvironmentPool]) -> ObserveAttempt:
+    """Make the observer of attempts, which raises when too many calls fail or rollouts are lost."""
+    lost, max_retries = lost_budget(config), config.rollout.max_retries
+    of_task = {task: ErrorBudget(task, config.environment.max_error_rate) for task in environments}
+
+    def observe(task: str, rollouts: Sequence[Rollout], attempts: int) -> None:
+        for each in rollouts:
+            lost.observe(each)
+        for failed in failures_of_calls(rollouts, needs_group=environments[task].about.needs_group):
+            again = attempts == 0 < max_retries
+            of_task[task].observe(failed, last=not again)
+
+    return observe
+
+
+def make_validation(
+    config: Config,
+    strategies: Mapping[str, ValidationStrategy],
+    held_out: Sequence[HeldOut],
+    engine: Engine,
+    renderer: protocols.Renderer,
+    *,
+    places: FairSemaphore,
+    emit: Callable[[Event], None],
+    last: int = 0,
+) -> Validation:
+    """Make the validation of a run's versions up to the ``last`` one."""
+    rollout = config.rollout
+    shared = Context(
+        version=0,
+        prompts={},
+        engine=engine,
+        environments={},
+        renderer=renderer,
+        sampling=sampling_params(rollout),
+        retries=rollout.max_retries,
+        seed=config.seed,
+        group_size=rollout.group_size,
+        places=places,
+    )
+    chosen = {part.name: strategies[part.name] for part in held_out}
+    return Validation(parts=held_out, strategies=chosen, shared=shared, last=last, emit=emit)
+
+
+def make_playing(
+    config: Config,
+    environments: Mapping[str, EnvironmentClient],
+    renderer: protocols.Renderer,
+    places: FairSemaphore,
+) -> Playing:
+    """Make the settings for playing groups."""
+    return Playing(
+        environments=environments,
+        renderer=renderer,
+        sampling=sampling_params(config.rollout),
+        group_size=config.rollout.group_size,
+        places=places,
+        seed=config.seed,
+    )
 
 
 def sampling_params(config: RolloutConfig) -> SamplingParams:

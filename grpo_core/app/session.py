@@ -25,7 +25,14 @@ from grpo_core.app.model_sources import (
     find_target,
     with_max_tokens,
 )
-from grpo_core.app.parts import Parts, sampling_params
+from grpo_core.app.parts import (
+    Parts,
+    engine_setup,
+    load_renderer,
+    make_engines,
+    make_validation,
+    sampling_params,
+)
 from grpo_core.app.prompts import short_enough
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, ValidationConfig, as_toml
@@ -147,7 +154,9 @@ async def start_session(
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(reported_to(lines_of_incidents(status)))
         status("starting the environments")
-        tasks = await stack.enter_async_context(Tasks.start(parts, sets=sets))
+        tasks = await stack.enter_async_context(
+            Tasks.start(parts.config, parts.plugins, parts.placement, sets=sets)
+        )
         stack.push_async_callback(parts.aclose)
         if look is not None:
             await look(tasks)
@@ -155,7 +164,7 @@ async def start_session(
         renderer: protocols.Renderer
         if parts.text_engine:
             (section,) = parts.engines.values()
-            setup = parts.engine_setup(section, "", logs=None, colocated=False)
+            setup = engine_setup(parts.config, section, "", logs=None, colocated=False, trains=False)
             renderer = TextRenderer()
             hosted: Any = parts.plugins.make("engine", section.name, setup, **section.options)
             engine = PlayingText(hosted, renderer)
@@ -187,14 +196,14 @@ async def _start_engine(
     from grpo_core.weights.shm import SharedMemoryWriter
 
     config, (section,) = parts.config, parts.engines.values()
-    for _, odd in await preflight(parts, model=path):
+    for _, odd in await preflight(config, parts.plugins, model=path):
         status(f"warning: {odd}")
-    await asyncio.to_thread(lambda: parts.devices)  # may import torch
-    (engine,) = parts.make_engines(str(path)).values()
+    devices = await asyncio.to_thread(parts.placement.devices, None, parts.engines)  # may import torch
+    (engine,) = make_engines(parts, devices, str(path)).values()
     if hasattr(engine, "started"):
         await engine.started()
     status("loading the model")
-    renderer = await asyncio.to_thread(parts.renderer, str(path), [section])
+    renderer = await asyncio.to_thread(load_renderer, config.model, str(path), [section])
     writer = SharedMemoryWriter()
     stack.callback(lambda: writer)  # keeps the written weights, also for an engine that restarts
     tensors, base, dtype = await asyncio.to_thread(saved_tensors, path, target.adapters, config)
@@ -315,7 +324,7 @@ class Measurement:
             if isinstance(renderer, Renderer):  # a model's renderer
                 most = config.rollout.max_prompt_tokens
                 _, found, messages = await short_enough(most, {}, found, {}, renderer)
-                odd = await preflight(parts, renderer=renderer, held_out=found)
+                odd = await preflight(config, parts.plugins, renderer=renderer, held_out=found)
                 for _, message in [*messages.items(), *odd]:
                     status(message)
             for part in found:
@@ -323,7 +332,9 @@ class Measurement:
                 if there < wanted != ValidationConfig().prompts:  # somebody has chosen it
                     status(f"validation.prompts = {wanted}: there are {there}, and all of them are measured")
             status("validating")
-            validation = parts.validation(found, session.engine, renderer, emit=emit)
+            validation = make_validation(
+                config, parts.strategies, found, session.engine, renderer, places=parts.places, emit=emit
+            )
             return await validation.measure(self.target.version, validation.parts)
 
 
@@ -368,7 +379,7 @@ def prepare(
             f"--only {unknown[0]}: is neither a task nor a validation set; expected one of {', '.join(known)}"
         )
     if chosen.model is not None:
-        in_own_loop(preflight(parts, model=chosen.model))
+        in_own_loop(preflight(config, parts.plugins, model=chosen.model))
     if output is None:
         now = datetime.now().strftime("%Y%m%d-%H%M%S")
         in_run = Path(target, "validated", now) if target and Path(target, CONFIG).is_file() else None

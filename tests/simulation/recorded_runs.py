@@ -13,7 +13,18 @@ from typing import Any
 
 from attrs import asdict, evolve
 
-from grpo_core.app.parts import Parts
+from grpo_core.app.parts import (
+    make_buffer,
+    make_checks,
+    make_learning,
+    make_loss,
+    make_playing,
+    make_sampler,
+    make_schedule,
+    make_validation,
+    places_of,
+    remarks_about,
+)
 from grpo_core.config import Config, as_table, build, merge
 from grpo_core.contracts.errors import GrpoError, TrackingError, describe, fault_of
 from grpo_core.contracts.events import (
@@ -182,19 +193,33 @@ class _Run:
         found |= leaks(prompts, held_out)
         warnings = [WarningRaised(step=0, cause=cause, message=text) for cause, text in found.items()]
         loaders = {name: IndexedLoader(name, own, seed=config.seed) for name, own in prompts.items()}
-        parts = Parts(config, _host())
-        stream = PromptStream(sampler=parts.sampler, loaders=loaders, name=config.sampler.name)
+        places, strategy = places_of(config.rollout), config.validation
+        strategies = {"": _host().make("validation_strategy", strategy.name, **strategy.options)}
+        stream = PromptStream(
+            sampler=make_sampler(config, _host()), loaders=loaders, name=config.sampler.name
+        )
         engine = self._engine(tables)
-        validation = parts.validation(held_out, engine, renderer, last=config.trainer.steps, emit=self.emit)
+        validation = make_validation(
+            config,
+            strategies,
+            held_out,
+            engine,
+            renderer,
+            places=places,
+            last=config.trainer.steps,
+            emit=self.emit,
+        )
+        remarks = remarks_about(make_loss(config.loss, _host()), config.trainer, config.pipeline)
+        checks = make_checks(config, environments, prompts, renderer, remarks)
         pipeline = Pipeline(
-            buffer=parts.buffer(),
+            buffer=make_buffer(config),
             prompts=stream,
             engine=engine,
-            playing=parts.playing(environments, renderer),
-            learning=parts.learning(),
+            playing=make_playing(config, environments, renderer, places),
+            learning=make_learning(config, _host()),
             trainer=Learner(world, tables, config, seed=config.seed),
-            checks=evolve(parts.checks(environments, prompts, renderer), tolerance=Tolerance()),
-            schedule=parts.schedule(),
+            checks=evolve(checks, tolerance=Tolerance()),
+            schedule=make_schedule(config),
             emit=self.emit,
             readings=self._incidents.read,
             validate=validation if config.validation.measures else None,
