@@ -10,10 +10,10 @@ import threading
 import pytest
 from test_plugins import install  # noqa: F401
 
+from grpo_core.app import making
 from grpo_core.app.build import train
 from grpo_core.app.launch import new_run
 from grpo_core.app.make import make
-from grpo_core.app.parts import make_engines, trainer_setup
 from grpo_core.app.placement import Devices
 from grpo_core.config import build
 from grpo_core.contracts.errors import GrpoError
@@ -150,8 +150,8 @@ def test_making_starts_no_process_thread_or_socket(tmp_path, monkeypatch):
         patched.setattr(threading.Thread, "start", never)
         patched.setattr("socket.socket.__init__", never)
         parts = make(config, host)
-        (engine,) = make_engines(parts, Devices(), str(tmp_path)).values()
-        trainer = parts.keep(host.make("trainer", "torch", trainer_setup(config, host, str(tmp_path))))
+        (engine,) = making.engines(parts, Devices(), str(tmp_path)).values()
+        trainer = parts.keep(host.make("trainer", "torch", making.trainer_setup(config, host, str(tmp_path))))
     assert isinstance(engine, LocalEngine)
     assert engine.pid is None
     assert isinstance(trainer, ProcessTrainer)

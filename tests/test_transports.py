@@ -21,7 +21,7 @@ import torch
 from attrs import evolve
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from grpo_core.app.parts import transport_of
+from grpo_core.app import making
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.config import EngineConfig
 from grpo_core.contracts.errors import ConfigError, WeightSyncError
@@ -430,7 +430,7 @@ GPUS, TWO = EngineConfig(gpus_per_worker=1), EngineConfig(workers=2)
 
 def transport(engine, validation, placement, host):
     """The transport that a configuration with these sections gets."""
-    return transport_of(engine, validation, host, placement, "")
+    return making.transport_of(engine, validation, host, placement, "")
 
 
 @pytest.mark.parametrize(

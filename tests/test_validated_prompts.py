@@ -9,8 +9,8 @@ import forks
 import pytest
 
 import grpo_core as grpo
+from grpo_core.app import making
 from grpo_core.app.make import make
-from grpo_core.app.parts import make_validation
 from grpo_core.config import ValidationConfig, build
 from grpo_core.contracts.events import Validated
 from grpo_core.contracts.records import Prompt, RunInfo
@@ -54,7 +54,7 @@ def measured(held_out, versions):
         table = {"model": {"path": "tiny"}, "tasks": {"sums": {"env": "math:sort"}}}
         parts = make(build([table]), PluginHost.discover())
         engine = FakeEngine()
-        validation = make_validation(
+        validation = making.validation(
             parts.config,
             parts.strategies,
             [held_out],

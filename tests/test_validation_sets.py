@@ -10,8 +10,8 @@ from forks import grpo
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_core.app import making
 from grpo_core.app.make import make
-from grpo_core.app.parts import make_validation, places_of
 from grpo_core.config import ValidationConfig, build
 from grpo_core.contracts.errors import ConfigError, GrpoError
 from grpo_core.contracts.events import ValidationPlayed
@@ -200,7 +200,7 @@ def test_a_version_is_measured_by_what_is_due_and_all_transcripts_are_one_event(
         played = []
         host, config = PluginHost.discover(None), build([SORT])
         made = {"": ("greedy", {}), "bench": ("batched", {"n": 2})}
-        validation = make_validation(
+        validation = making.validation(
             config,
             {key: host.make("validation_strategy", name, **options) for key, (name, options) in made.items()},
             [
@@ -209,7 +209,7 @@ def test_a_version_is_measured_by_what_is_due_and_all_transcripts_are_one_event(
             ],
             engine,
             FakeRenderer(),
-            places=places_of(config.rollout),
+            places=making.places_of(config.rollout),
             last=7,
             emit=played.append,
         )

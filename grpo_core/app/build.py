@@ -15,28 +15,10 @@ from typing import Any
 
 from attrs import asdict, evolve, frozen
 
-from grpo_core.app import provenance
+from grpo_core.app import making, provenance
 from grpo_core.app.launch import Launch, changed_schedule, check_held, identity
 from grpo_core.app.make import interval_of, preflight
 from grpo_core.app.model_sources import ModelRequest, StartModel, fetched, with_max_tokens
-from grpo_core.app.parts import (
-    SYNC_ATTEMPTS,
-    SYNC_GRACE,
-    canary_tolerance,
-    check_lengths,
-    check_loaders,
-    load_renderer,
-    make_buffer,
-    make_checks,
-    make_engines,
-    make_learning,
-    make_playing,
-    make_schedule,
-    make_validation,
-    published,
-    trainer_setup,
-    with_steps,
-)
 from grpo_core.app.prompts import judge_one_reply, short_enough
 from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.app.tasks import Tasks
@@ -279,7 +261,7 @@ async def _start(run: Launch) -> None:
     run.prompts = await tasks.prompts("train", config.trainer.prompts_per_step)
     run.held_out = await tasks.held_out(held_out, held_out.due_sets, config.tasks if held_out.every else ())
     run.warnings += [note for data in tasks.data.values() for note in data.notes.items()]
-    check_loaders(config, tasks.loaders, parts.sampler)
+    making.check_loaders(config, tasks.loaders, parts.sampler)
     at_hand = {name: part for name, part in run.prompts.items() if name not in tasks.loaders}
     await judge_one_reply(
         tasks.environments, at_hand, hints="hints" in needs_of(parts.loss.function, parts.loss.options)
@@ -293,7 +275,7 @@ async def _start(run: Launch) -> None:
     if config.rollout.max_tokens == 0:
         parts.config = config = with_max_tokens(config, model.max_tokens)
         run.directory.complete_config(config)
-    check_lengths(config.rollout, model.positions)
+    making.check_lengths(config.rollout, model.positions)
     early = model.prepare is None  # its tokenizer is here before the trainer has started
     if early:
         await _load_renderer(run)
@@ -304,9 +286,9 @@ async def _start(run: Launch) -> None:
             "instead of trainer.epochs"
         )
     sizes = {name: tasks.size(name, part) for name, part in run.prompts.items()}
-    parts.config = with_steps(config, sizes)
+    parts.config = making.with_steps(config, sizes)
     run.trackers.status(model.doing)
-    setup = trainer_setup(
+    setup = making.trainer_setup(
         parts.config,
         parts.plugins,
         model.path,
@@ -321,7 +303,7 @@ async def _start(run: Launch) -> None:
     )
     chosen = parts.config.trainer
     run.trainer = parts.keep(parts.plugins.make("trainer", chosen.name, setup, **chosen.options))
-    run.engines = make_engines(parts, devices, model.path, run.directory.logs)
+    run.engines = making.engines(parts, devices, model.path, run.directory.logs)
     await gather(each.started() for each in (run.trainer, *run.engines.values()) if hasattr(each, "started"))
     if not early:
         await _load_renderer(run)
@@ -331,7 +313,7 @@ async def _load_renderer(run: Launch) -> None:
     """Load the renderer, and keep the prompts that are short enough."""
     config, environments = run.parts.config, run.tasks.environments
     sections = [each for each in (config.engine, config.validation.engine) if each is not None]
-    run.renderer = await asyncio.to_thread(load_renderer, config.model, run.model.path, sections)
+    run.renderer = await asyncio.to_thread(making.load_renderer, config.model, run.model.path, sections)
     most, loaders = config.rollout.max_prompt_tokens, run.tasks.loaders
     run.prompts, run.held_out, messages = await short_enough(
         most, run.prompts, run.held_out, environments, run.renderer, loaders
@@ -358,7 +340,7 @@ async def _connected(run: Launch) -> Pipeline:
             run.trackers.status(remark.message)
     if run.checkpoint is not None and (changed := changed_schedule(run.checkpoint, config.trainer)):
         run.warnings.append(("schedule", changed))
-    buffer, ahead = make_buffer(config), run.tasks.loaders
+    buffer, ahead = making.buffer(config), run.tasks.loaders
     for loader in ahead.values():
         loader.status = run.trackers.status
         loader.slots = (config.pipeline.max_staleness + 1) * config.trainer.prompts_per_step
@@ -373,7 +355,7 @@ async def _connected(run: Launch) -> Pipeline:
             await gather(loader.first(1) for loader in loaders.values())
     engine = WeightsTrackingEngine(run.engines["engine"], partial(_check_held, run))
     own = run.engines.get("validation.engine")
-    validation = make_validation(
+    validation = making.validation(
         config,
         parts.strategies,
         held_out,
@@ -397,8 +379,8 @@ async def _connected(run: Launch) -> Pipeline:
             emit=run.emit,
             last=config.trainer.steps,
             pauses=config.validation.pause,
-            deadline=SYNC_ATTEMPTS * section.deadline + SYNC_GRACE,
-            canary_tolerance=canary_tolerance(config.health, section),
+            deadline=making.SYNC_ATTEMPTS * section.deadline + making.SYNC_GRACE,
+            canary_tolerance=making.canary_tolerance(config.health, section),
         )
         watch.append(validate.watch)
     shared: list[Any] = [run.engines[key] for key in sorted(run.devices.shared)]
@@ -406,12 +388,12 @@ async def _connected(run: Launch) -> Pipeline:
         buffer=buffer,
         prompts=stream,
         engine=engine,
-        playing=make_playing(config, environments, renderer, parts.places),
+        playing=making.playing(config, environments, renderer, parts.places),
         plane=parts.data_plane,
-        learning=make_learning(config, parts.plugins),
+        learning=making.learning(config, parts.plugins),
         trainer=run.trainer,
-        checks=evolve(make_checks(config, environments, prompts, renderer, parts.remarks), watch=watch),
-        schedule=make_schedule(config, began=run.began),
+        checks=evolve(making.checks(config, environments, prompts, renderer, parts.remarks), watch=watch),
+        schedule=making.schedule(config, began=run.began),
         emit=run.emit,
         flush=run.trackers.flush,
         readings=lambda: {
@@ -499,7 +481,7 @@ def _check_held(run: Launch, weights: Weights) -> None:
     if (found := run.checkpoint) is None:
         return
     try:
-        now = published(run.parts.config, run.engines["engine"], weights, weights.version)
+        now = making.published(run.parts.config, run.engines["engine"], weights, weights.version)
         check_held(run.directory.path, Published.read(found.directory / "trainer"), now)
     except BaseException:
         run.directory.take_back_config()
@@ -529,7 +511,7 @@ def _save(
             loaders=checkpoint.loader_states(loaders, cut["buffer"]),
             trackers=states,
             save_trainer=run.trainer.save,
-            published=before if weights is None else published(parts.config, engine, weights, step),
+            published=before if weights is None else making.published(parts.config, engine, weights, step),
             keep=keep if failure is None else None,
             spared=run.retention.spared,
         )

@@ -18,7 +18,9 @@ from typing import Any
 from attrs import define, evolve, field, frozen
 
 from grpo_core._version import __version__
+from grpo_core.app import making
 from grpo_core.app.make import make, preflight
+from grpo_core.app.making import Parts
 from grpo_core.app.model_sources import (
     RUNS,
     EvalTarget,
@@ -28,15 +30,6 @@ from grpo_core.app.model_sources import (
     model_source,
     start_digest,
     without_overridden,
-)
-from grpo_core.app.parts import (
-    Parts,
-    engine_dtype,
-    engines_of,
-    intervals,
-    make_loss,
-    scores_of,
-    text_engine_of,
 )
 from grpo_core.app.placement import Devices
 from grpo_core.app.provenance import file_hashes, located, with_absolute_paths
@@ -159,7 +152,7 @@ def _configured(
     secrets.learn(given)
     config, host = configured([given], block, offers)
     with wrong_input():
-        if text_engine_of(engines_of(config, trains=trains), host):
+        if making.text_engine_of(making.engines_of(config, trains=trains), host):
             return config, host, None
         model = model_source(config.model, host)
         if model.preset:
@@ -427,7 +420,7 @@ def _finished(directory: RunDirectory, found: Found, config: Config) -> Finished
     else:
         steps = planned if chosen.epochs else chosen.steps
     last = found.step == planned == steps
-    due = any(each.due(found.step, last=steps) for each in intervals(config.validation))
+    due = any(each.due(found.step, last=steps) for each in making.intervals(config.validation))
     if last and (failed or (due and measured < found.step)):  # failed: perhaps before the last weight sync
         return None
     if found.step >= steps:
@@ -499,7 +492,7 @@ def _fixed(config: Config) -> dict[str, Any]:
 
 def _check_start(run: RunDirectory, before: str, config: Config, host: PluginHost) -> None:
     """Reject other base weights under adapters, or as a score of a loss."""
-    scores = scores_of(config, make_loss(config.loss, host))
+    scores = making.scores_of(config, making.loss(config.loss, host))
     if model_section(config) is not None:
         why = "to which its adapters belong"
     elif any(score.weights == "start" for score in scores.values()):
@@ -512,7 +505,7 @@ def _check_start(run: RunDirectory, before: str, config: Config, host: PluginHos
 
 def _check_dtype(path: Path, held: Published | None, before: Config, config: Config) -> None:
     """Reject changes by which weights would get another dtype; what "auto" means is known later."""
-    was, now = ((each.model.dtype, engine_dtype(each.engine)) for each in (before, config))
+    was, now = ((each.model.dtype, making.engine_dtype(each.engine)) for each in (before, config))
     if held is not None and was != now and now[0] != "auto":
         check_held(path, held, evolve(held, sent=published_dtype(*now)))
 

@@ -17,23 +17,10 @@ from typing import Any, cast
 
 from attrs import evolve
 
+from grpo_core.app import making
 from grpo_core.app.data import check_data
+from grpo_core.app.making import Parts
 from grpo_core.app.model_sources import StartModelSource, model_source, scoring_model
-from grpo_core.app.parts import (
-    Parts,
-    engines_of,
-    make_loss,
-    make_sampler,
-    place_of_trainer,
-    places_of,
-    ranks_of,
-    remarks_about,
-    scores_of,
-    shaping_of,
-    text_engine_of,
-    transport_of,
-    workers_of,
-)
 from grpo_core.config import TRUNCATIONS, Config, EnvironmentConfig, TaskConfig, ValidationConfig
 from grpo_core.config.idle import CLUSTER, MEASURED, WEIGHING, idle_keys
 from grpo_core.contracts.errors import ConfigError, PluginError, did_you_mean, plugin_errors, wrong_input
@@ -99,15 +86,15 @@ def _make(parts: Parts) -> None:
     for name, task in config.tasks.items():
         check_task(f"tasks.{name}", task, config.environment, host, remote=placement.remote)
         check_data(f"tasks.{name}", name, task, host)
-    parts.sampler = parts.keep(make_sampler(config, host))
+    parts.sampler = parts.keep(making.sampler(config, host))
     plugin_state(parts.sampler, f"sampler {config.sampler.name!r}")  # or the first checkpoint would fail
     _check_choices(config, host, trains=trains)
 
     for engine in (config.engine, validation.engine):
         if engine is not None:
-            workers_of(engine, host)
-    parts.engines = engines_of(config, trains=trains)
-    parts.text_engine = key = text_engine_of(parts.engines, host)
+            making.workers_of(engine, host)
+    parts.engines = making.engines_of(config, trains=trains)
+    parts.text_engine = key = making.text_engine_of(parts.engines, host)
     if trains and key:
         raise ConfigError(
             f"{key}.name = {parts.engines[key].name!r}: this engine returns text, but training needs tokens "
@@ -115,9 +102,9 @@ def _make(parts: Parts) -> None:
             "model's weights, such as local or vllm"
         )
 
-    parts.loss = make_loss(config.loss, host)
-    parts.remarks = remarks_about(parts.loss, config.trainer, config.pipeline)
-    parts.scores = scores_of(config, parts.loss)
+    parts.loss = making.loss(config.loss, host)
+    parts.remarks = making.remarks_about(parts.loss, config.trainer, config.pipeline)
+    parts.scores = making.scores_of(config, parts.loss)
     _check_scores(parts)
     if (section := model_section(config)) is not None:
         section.check(config)
@@ -131,7 +118,7 @@ def _make(parts: Parts) -> None:
     _check_best(config)
     _check_goal(config)
     _check_idle(config, host, remote=placement.remote)
-    shaping_of(config, host)
+    making.shaping_of(config, host)
 
     parts.strategies = strategies = {}
     for name, chosen in {
@@ -145,7 +132,7 @@ def _make(parts: Parts) -> None:
         _check_strategy(strategy, name, validation)
     check_trackers(config.tracking, host)
 
-    place, parts.ranks = place_of_trainer(config.trainer, host), ranks_of(config, host)
+    place, parts.ranks = making.place_of_trainer(config.trainer, host), making.ranks_of(config, host)
     parts.trainer_here = config.trainer if trains and not place else None
     placement.check(parts.trainer_here, parts.engines, parts.ranks)
     if trains:
@@ -158,11 +145,11 @@ def _make(parts: Parts) -> None:
         parts.data_plane = parts.keep(plane)
         check_reader(plane, config.data_plane.name)
     own = validation.engine if validation.measures else None
-    parts.transport = transport_of(config.engine, own, host, placement, place)
+    parts.transport = making.transport_of(config.engine, own, host, placement, place)
     parts.model.check()
     chat_template(config.model.chat_template)
     check_response_format(config.model.response_format)
-    parts.places = places_of(config.rollout)
+    parts.places = making.places_of(config.rollout)
 
 
 def _check_tasks(config: Config, host: PluginHost, *, trains: bool) -> None:

@@ -14,9 +14,10 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from grpo_core.app import provenance
+from grpo_core.app import making, provenance
 from grpo_core.app.launch import configure_target, new_directory, unused
 from grpo_core.app.make import preflight
+from grpo_core.app.making import Parts
 from grpo_core.app.model_sources import (
     RUNS,
     EvalTarget,
@@ -24,14 +25,6 @@ from grpo_core.app.model_sources import (
     StartModel,
     find_target,
     with_max_tokens,
-)
-from grpo_core.app.parts import (
-    Parts,
-    engine_setup,
-    load_renderer,
-    make_engines,
-    make_validation,
-    sampling_params,
 )
 from grpo_core.app.prompts import short_enough
 from grpo_core.app.tasks import Tasks
@@ -106,7 +99,7 @@ class Session:
                     f"prompt {prompt.id!r} is of task {prompt.environment!r}, and this session has "
                     f"{', '.join(self.environments)}; play the prompts that session.prompts() returns"
                 )
-        sampling = sampling_params(self.config.rollout)
+        sampling = making.sampling_params(self.config.rollout)
         if temperature is not None:
             sampling = evolve(sampling, temperature=temperature)
 
@@ -164,7 +157,7 @@ async def start_session(
         renderer: protocols.Renderer
         if parts.text_engine:
             (section,) = parts.engines.values()
-            setup = engine_setup(parts.config, section, "", logs=None, colocated=False, trains=False)
+            setup = making.engine_setup(parts.config, section, "", logs=None, colocated=False, trains=False)
             renderer = TextRenderer()
             hosted: Any = parts.plugins.make("engine", section.name, setup, **section.options)
             engine = PlayingText(hosted, renderer)
@@ -199,11 +192,11 @@ async def _start_engine(
     for _, odd in await preflight(config, parts.plugins, model=path):
         status(f"warning: {odd}")
     devices = await asyncio.to_thread(parts.placement.devices, None, parts.engines)  # may import torch
-    (engine,) = make_engines(parts, devices, str(path)).values()
+    (engine,) = making.engines(parts, devices, str(path)).values()
     if hasattr(engine, "started"):
         await engine.started()
     status("loading the model")
-    renderer = await asyncio.to_thread(load_renderer, config.model, str(path), [section])
+    renderer = await asyncio.to_thread(making.load_renderer, config.model, str(path), [section])
     writer = SharedMemoryWriter()
     stack.callback(lambda: writer)  # keeps the written weights, also for an engine that restarts
     tensors, base, dtype = await asyncio.to_thread(saved_tensors, path, target.adapters, config)
@@ -332,7 +325,7 @@ class Measurement:
                 if there < wanted != ValidationConfig().prompts:  # somebody has chosen it
                     status(f"validation.prompts = {wanted}: there are {there}, and all of them are measured")
             status("validating")
-            validation = make_validation(
+            validation = making.validation(
                 config, parts.strategies, found, session.engine, renderer, places=parts.places, emit=emit
             )
             return await validation.measure(self.target.version, validation.parts)

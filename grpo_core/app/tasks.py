@@ -11,9 +11,9 @@ from typing import Any
 
 from attrs import evolve, frozen
 
+from grpo_core.app import making
 from grpo_core.app.data import TaskData
 from grpo_core.app.make import of_task
-from grpo_core.app.parts import of_reward
 from grpo_core.app.placement import Placement
 from grpo_core.config import Config, TaskConfig, ValidationConfig
 from grpo_core.contracts.errors import ConfigError, PluginError, SelectionError, plugin_errors
@@ -192,7 +192,7 @@ def make_environment(
         on_demand=here,
         name=name,
         success=task.success,
-        parts=of_reward(config, host),
+        parts=making.of_reward(config, host),
     )
 
 

@@ -13,18 +13,7 @@ from typing import Any
 
 from attrs import asdict, evolve
 
-from grpo_core.app.parts import (
-    make_buffer,
-    make_checks,
-    make_learning,
-    make_loss,
-    make_playing,
-    make_sampler,
-    make_schedule,
-    make_validation,
-    places_of,
-    remarks_about,
-)
+from grpo_core.app import making
 from grpo_core.config import Config, as_table, build, merge
 from grpo_core.contracts.errors import GrpoError, TrackingError, describe, fault_of
 from grpo_core.contracts.events import (
@@ -193,13 +182,13 @@ class _Run:
         found |= leaks(prompts, held_out)
         warnings = [WarningRaised(step=0, cause=cause, message=text) for cause, text in found.items()]
         loaders = {name: IndexedLoader(name, own, seed=config.seed) for name, own in prompts.items()}
-        places, strategy = places_of(config.rollout), config.validation
+        places, strategy = making.places_of(config.rollout), config.validation
         strategies = {"": _host().make("validation_strategy", strategy.name, **strategy.options)}
         stream = PromptStream(
-            sampler=make_sampler(config, _host()), loaders=loaders, name=config.sampler.name
+            sampler=making.sampler(config, _host()), loaders=loaders, name=config.sampler.name
         )
         engine = self._engine(tables)
-        validation = make_validation(
+        validation = making.validation(
             config,
             strategies,
             held_out,
@@ -209,17 +198,17 @@ class _Run:
             last=config.trainer.steps,
             emit=self.emit,
         )
-        remarks = remarks_about(make_loss(config.loss, _host()), config.trainer, config.pipeline)
-        checks = make_checks(config, environments, prompts, renderer, remarks)
+        remarks = making.remarks_about(making.loss(config.loss, _host()), config.trainer, config.pipeline)
+        checks = making.checks(config, environments, prompts, renderer, remarks)
         pipeline = Pipeline(
-            buffer=make_buffer(config),
+            buffer=making.buffer(config),
             prompts=stream,
             engine=engine,
-            playing=make_playing(config, environments, renderer, places),
-            learning=make_learning(config, _host()),
+            playing=making.playing(config, environments, renderer, places),
+            learning=making.learning(config, _host()),
             trainer=Learner(world, tables, config, seed=config.seed),
             checks=evolve(checks, tolerance=Tolerance()),
-            schedule=make_schedule(config),
+            schedule=making.schedule(config),
             emit=self.emit,
             readings=self._incidents.read,
             validate=validation if config.validation.measures else None,

@@ -18,17 +18,9 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve, frozen
 
 from grpo_core import ConfigError, EngineLoad, GrpoError, MemoryPart, ModelError
+from grpo_core.app import making
 from grpo_core.app import placement as gpu_choice
 from grpo_core.app.model_sources import scoring_model
-from grpo_core.app.parts import (
-    engine_dtype,
-    engines_of,
-    make_loss,
-    place_of_trainer,
-    ranks_of,
-    scores_of,
-    transport_of,
-)
 from grpo_core.app.placement import Placement
 from grpo_core.config import EngineConfig, TrainerConfig, build, parse_settings
 from grpo_core.kit import Config, PluginHost, as_table, files
@@ -83,7 +75,7 @@ class Case:
     @property
     def trainer_here(self) -> TrainerConfig | None:
         """The section of the trainer; None if it runs in a placement's workers."""
-        return None if place_of_trainer(self.config.trainer, self.host) else self.config.trainer
+        return None if making.place_of_trainer(self.config.trainer, self.host) else self.config.trainer
 
     @property
     def lora(self) -> Mapping[str, Any] | None:
@@ -232,8 +224,8 @@ def smallest_change(case: Case) -> str:
 
 def certain_parts(case: Case) -> list[ProcessMemory]:
     """Return trainer and engines with the parts that are determined by the shapes of the parameters."""
-    config, placement, engines = case.config, case.placement, engines_of(case.config, trains=True)
-    ranks = ranks_of(config, case.host)
+    config, placement, engines = case.config, case.placement, making.engines_of(case.config, trains=True)
+    ranks = making.ranks_of(config, case.host)
     on_gpus = {} if placement.remote else engines
     count = len(case.gpus) or gpu_choice.visible()
     joined = gpu_choice.joined_to_trainer(on_gpus, case.host)
@@ -243,13 +235,15 @@ def certain_parts(case: Case) -> list[ProcessMemory]:
         """Return the indices of the known GPUs visible to a process with these environment variables."""
         return tuple(gpu for gpu in gpu_choice.gpus_seen(variables, count) if gpu < len(case.gpus))
 
-    dtype = files.published_dtype(_computed(case), engine_dtype(config.engine))
+    dtype = files.published_dtype(_computed(case), making.engine_dtype(config.engine))
     parameters = sum(map(prod, case.shapes.values()))
     found: list[ProcessMemory] = []
     trainer = case.host.find("trainer", config.trainer.name)
     if trainer.offer.memory is not None and case.trainer_here is not None:
         own = engines.get("validation.engine")
-        transport = find_transport(transport_of(config.engine, own, case.host, placement, ""), case.host)
+        transport = find_transport(
+            making.transport_of(config.engine, own, case.host, placement, ""), case.host
+        )
         of_trainer = _trainer_parts(case, trainer.loaded(trainer.offer.memory), dtype, transport.on_device)
         found += _ranks(of_trainer, ranks, case.device, seen(devices.trainer))
     for key, engine in on_gpus.items():
@@ -277,7 +271,7 @@ def _trainer_parts(
     """
     config, device, lora = case.config, case.device, case.lora
     parameters, trained = (sum(map(prod, shapes.values())) for shapes in (case.shapes, case.trained))
-    scores = scores_of(config, make_loss(config.loss, case.host))
+    scores = making.scores_of(config, making.loss(config.loss, case.host))
 
     def scoring(name: str) -> int:
         """Return the bytes of a model that scores; 0 if it is not here."""

@@ -11,16 +11,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from grpo_core import ConfigError, Engine, GrpoError, Prompt, Rollout, events
-from grpo_core.app.parts import (
-    lost_budget,
-    make_buffer,
-    make_learning,
-    make_playing,
-    make_sampler,
-    make_schedule,
-    places_of,
-    sampling_params,
-)
+from grpo_core.app import making
 from grpo_core.data.samplers import PromptStream
 from grpo_core.engines.wrapped import LimitedEngine
 from grpo_core.kit import Config, PluginHost, derive_seed, reported_to
@@ -131,9 +122,9 @@ def forecast(
     tasks = list(config.tasks) or ["task"]
     environments = {task: PlannedEnvironment(times.environment, plays) for task in tasks}
     loaders = {task: PlannedLoader(task) for task in tasks}
-    renderer, sampling = PlannedRenderer(times.rollout.prompt_tokens), sampling_params(config.rollout)
+    renderer, sampling = PlannedRenderer(times.rollout.prompt_tokens), making.sampling_params(config.rollout)
     unfiltered = evolve(config, filters={})  # filters read tokens, which are not simulated
-    lost, sampler = lost_budget(config), make_sampler(config, host)
+    lost, sampler = making.lost_budget(config), making.sampler(config, host)
 
     def observe_attempt(task: str, rollouts: Sequence[Rollout], attempts: int) -> None:
         for rollout in rollouts:
@@ -161,16 +152,16 @@ def forecast(
             )
             return {}
 
-        playing = make_playing(config, environments, renderer, places_of(config.rollout))
+        playing = making.playing(config, environments, renderer, making.places_of(config.rollout))
         pipeline = Pipeline(
-            buffer=make_buffer(config),
+            buffer=making.buffer(config),
             prompts=PromptStream(sampler=sampler, loaders=loaders, name=config.sampler.name),
             engine=engine,
             playing=evolve(playing, seed=seed),
-            learning=make_learning(unfiltered, host),
+            learning=making.learning(unfiltered, host),
             trainer=PlannedTrainer(times.trainer, seed=seed),
             checks=Checks(observe_attempt=observe_attempt),
-            schedule=evolve(make_schedule(config), time_limit=None),
+            schedule=evolve(making.schedule(config), time_limit=None),
             emit=receive,
             validate=validate if held_out else None,
             save=save if config.checkpoint.every else None,

@@ -200,7 +200,7 @@ def engine_setup(
     )
 
 
-def make_engine(
+def engine(
     section: EngineConfig,
     setup: EngineSetup,
     plugins: PluginHost,
@@ -242,7 +242,7 @@ def make_engine(
     return pool
 
 
-def make_engines(parts: Parts, devices: Devices, model: str, logs: Path | None = None) -> dict[str, Engine]:
+def engines(parts: Parts, devices: Devices, model: str, logs: Path | None = None) -> dict[str, Engine]:
     """Make the engines with their GPUs, not yet started, by the keys of their sections.
 
     Args:
@@ -256,7 +256,7 @@ def make_engines(parts: Parts, devices: Devices, model: str, logs: Path | None =
         with_training = parts.trains and (config.pipeline.max_staleness > 0 or key != "engine")
         own = logs / "validation" if logs and key != "engine" else logs
         setup = engine_setup(config, section, model, logs=own, colocated=with_training, trains=parts.trains)
-        engine = make_engine(
+        made_one = engine(
             section,
             evolve(setup, shares_gpu=key in devices.shared),
             parts.plugins,
@@ -264,7 +264,7 @@ def make_engines(parts: Parts, devices: Devices, model: str, logs: Path | None =
             tolerance=canary_tolerance(config.health, section),
             env_vars=devices.engines.get(key, ()),
         )
-        made[key] = parts.keep(engine)
+        made[key] = parts.keep(made_one)
     return made
 
 
@@ -400,7 +400,7 @@ def load_renderer(section: ModelConfig, model: str, engines: Iterable[EngineConf
 # ---------------------------------------------------------------------------------- what is learnt from
 
 
-def make_loss(section: LossConfig, plugins: PluginHost) -> Bound[Any, Any]:
+def loss(section: LossConfig, plugins: PluginHost) -> Bound[Any, Any]:
     """Make the loss, with its options.  Raises ConfigError or PluginError if it cannot be made."""
     return plugins.function("loss", section.name, **section.options)
 
@@ -422,7 +422,7 @@ def scores_of(config: Config, loss: Bound[Any, Any]) -> dict[str, ScoreConfig]:
     return needed_scores(config.scores, needs_of(loss.function, loss.options))
 
 
-def make_sampler(config: Config, plugins: PluginHost) -> Sampler:
+def sampler(config: Config, plugins: PluginHost) -> Sampler:
     """Make the sampler; factories with these parameters get ``seed`` and the tasks' ``weights``."""
     chosen = config.sampler
     factory = plugins.factory("sampler", chosen.name)
@@ -483,16 +483,16 @@ def dynamic_sampling(config: Config, plugins: PluginHost) -> DynamicSampling | N
     )
 
 
-def make_learning(config: Config, plugins: PluginHost) -> Learning:
+def learning(config: Config, plugins: PluginHost) -> Learning:
     """Make the advantages, clipped as their section sets, the hints and the filters."""
-    loss, section, chosen = make_loss(config.loss, plugins), config.rollout, config.advantage
-    needs = needs_of(loss.function, loss.options)
+    bound, section, chosen = loss(config.loss, plugins), config.rollout, config.advantage
+    needs = needs_of(bound.function, bound.options)
     advantages: AdvantageFunction = plugins.function("advantage", chosen.name, **chosen.options)
     if chosen.clip_low is not None or chosen.clip_high is not None:
         advantages = Clipped(advantages, chosen.clip_low, chosen.clip_high)
     hints = Hints(
-        choose=hints_of(loss.function, loss.options),
-        who=str(loss),
+        choose=hints_of(bound.function, bound.options),
+        who=str(bound),
         place=section.hint_place,
         max_tokens=section.max_hint_tokens,
     )
@@ -501,7 +501,7 @@ def make_learning(config: Config, plugins: PluginHost) -> Learning:
         all_rows=config.loss.all_rows or "all_rows" in needs,
         shaping=shaping_of(config, plugins),
         dynamic=dynamic_sampling(config, plugins),
-        hints=hints if any(score.hint for score in scores_of(config, loss).values()) else None,
+        hints=hints if any(score.hint for score in scores_of(config, bound).values()) else None,
         needs_hints="hints" in needs,
     )
 
@@ -509,7 +509,7 @@ def make_learning(config: Config, plugins: PluginHost) -> Learning:
 # ---------------------------------------------------------------------------------- the loop
 
 
-def make_buffer(config: Config) -> Buffer[Prompt, Group]:
+def buffer(config: Config) -> Buffer[Prompt, Group]:
     """Make the buffer of a new run."""
     return Buffer(
         prompts_per_step=config.trainer.prompts_per_step,
@@ -525,7 +525,7 @@ def places_of(section: RolloutConfig) -> FairSemaphore:
     return FairSemaphore(section.max_in_flight or UNLIMITED)
 
 
-def make_checks(
+def checks(
     config: Config,
     environments: Mapping[str, EnvironmentPool],
     prompts: Mapping[str, Sequence[Prompt]],
@@ -554,7 +554,7 @@ def make_checks(
     )
 
 
-def make_schedule(config: Config, *, began: float = 0.0) -> Schedule:
+def schedule(config: Config, *, began: float = 0.0) -> Schedule:
     """Make the loop's schedule and deadlines; ``stall`` exceeds all deadlines within it.
 
     Args:
@@ -607,7 +607,7 @@ def budgets(config: Config, environments: Mapping[str, EnvironmentPool]) -> Obse
     return observe
 
 
-def make_validation(
+def validation(
     config: Config,
     strategies: Mapping[str, ValidationStrategy],
     held_out: Sequence[HeldOut],
@@ -636,7 +636,7 @@ def make_validation(
     return Validation(parts=held_out, strategies=chosen, shared=shared, last=last, emit=emit)
 
 
-def make_playing(
+def playing(
     config: Config,
     environments: Mapping[str, EnvironmentClient],
     renderer: protocols.Renderer,
