@@ -54,16 +54,7 @@ def measured(held_out, versions):
         table = {"model": {"path": "tiny"}, "tasks": {"sums": {"env": "math:sort"}}}
         parts = make(build([table]), PluginHost.discover())
         engine = FakeEngine()
-        validation = making.validation(
-            parts.config,
-            parts.strategies,
-            [held_out],
-            engine,
-            FakeRenderer(),
-            places=parts.places,
-            last=9,
-            emit=played.append,
-        )
+        validation = making.validation(parts, [held_out], engine, FakeRenderer(), last=9, emit=played.append)
         results = []
         for version in versions:
             engine.version = version

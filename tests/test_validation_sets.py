@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from grpo_core.app import making
 from grpo_core.app.make import make
+from grpo_core.app.making import Parts
 from grpo_core.config import ValidationConfig, build
 from grpo_core.contracts.errors import ConfigError, GrpoError
 from grpo_core.contracts.events import ValidationPlayed
@@ -198,18 +199,19 @@ def test_a_version_is_measured_by_what_is_due_and_all_transcripts_are_one_event(
     async def story():
         engine = FakeEngine()
         played = []
-        host, config = PluginHost.discover(None), build([SORT])
-        made = {"": ("greedy", {}), "bench": ("batched", {"n": 2})}
+        host = PluginHost.discover(None)
+        parts, made = Parts(build([SORT]), host), {"": ("greedy", {}), "bench": ("batched", {"n": 2})}
+        parts.strategies = {
+            key: host.make("validation_strategy", name, **options) for key, (name, options) in made.items()
+        }
         validation = making.validation(
-            config,
-            {key: host.make("validation_strategy", name, **options) for key, (name, options) in made.items()},
+            parts,
             [
                 held_out("", "sort", every=2, at_start=False),
                 held_out("bench", "bench", every=3, name="batched", options={"n": 2}),
             ],
             engine,
             FakeRenderer(),
-            places=making.places_of(config.rollout),
             last=7,
             emit=played.append,
         )

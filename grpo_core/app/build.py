@@ -23,16 +23,8 @@ from grpo_core.app.prompts import judge_one_reply, short_enough
 from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import as_table
+from grpo_core.contracts import events
 from grpo_core.contracts.errors import ConfigError, describe, fault_of, wrong_input
-from grpo_core.contracts.events import (
-    ErrorRaised,
-    Event,
-    RunEnded,
-    RunStarted,
-    StepEnded,
-    Validated,
-    WarningRaised,
-)
 from grpo_core.contracts.incidents import report, reported_to
 from grpo_core.contracts.loss import needs_of
 from grpo_core.contracts.protocols import Tracker
@@ -126,12 +118,12 @@ async def train(
             emit(timeline.extended(step))
             interrupted, last = isinstance(error, asyncio.CancelledError), max(step, trackers.step)
             if not interrupted:
-                emit(ErrorRaised(step=last, message=describe(error), fault=fault_of(error)))
-            emit(RunEnded(step=last, reason="interrupted" if interrupted else "failed"))
+                emit(events.ErrorRaised(step=last, message=describe(error), fault=fault_of(error)))
+            emit(events.RunEnded(step=last, reason="interrupted" if interrupted else "failed"))
             raise
         else:
             emit(timeline.extended(step))
-            emit(RunEnded(step=step, reason=reason))
+            emit(events.RunEnded(step=step, reason=reason))
         finally:
             await trackers.close()
         trackers.check()
@@ -207,38 +199,38 @@ async def started(run: Launch) -> AsyncIterator[Pipeline]:
         run.emit(_started(run, pipeline.buffer.statistics()))
         run.after.append(await asyncio.to_thread(warn_of_falls, run))
         for cause, message in run.warnings:
-            run.emit(WarningRaised(step=run.step, cause=cause, message=message))
+            run.emit(events.WarningRaised(step=run.step, cause=cause, message=message))
         for loader in run.tasks.loaders.values():
             loader.warn = lambda cause, message: run.emit(
-                WarningRaised(step=pipeline.buffer.step, cause=cause, message=message)
+                events.WarningRaised(step=pipeline.buffer.step, cause=cause, message=message)
             )
         for reason in run.checkpoint.passed_over if run.checkpoint else ():
             report("passed_over", "checkpoints", f"passed over {reason}")
         yield pipeline
 
 
-def warn_of_falls(run: Launch) -> Callable[[Event], None]:
+def warn_of_falls(run: Launch) -> Callable[[events.Event], None]:
     """Return a receiver of events that warns if held-out prompts get worse and training prompts do not."""
     trend = Trend()
     if run.checkpoint is not None:
         for row in metrics_rows(run.directory.path / "metrics.jsonl"):
             trend.observe(row["step"], {name: each for name, each in row.items() if each is not None})
 
-    def receive(event: Event) -> None:
+    def receive(event: events.Event) -> None:
         match event:
-            case StepEnded():
+            case events.StepEnded():
                 trend.observe(event.step, event.metrics)
-            case Validated():
+            case events.Validated():
                 found = trend.observe(event.version, validation_metrics(event.results))
                 for fall in filter(None, found.values()):
                     cause = f"held_out/{fall.task}"
-                    run.emit(WarningRaised(step=event.version, cause=cause, message=fall.message))
+                    run.emit(events.WarningRaised(step=event.version, cause=cause, message=fall.message))
 
     return receive
 
 
-def _started(context: Launch, buffer: BufferStatistics) -> RunStarted:
-    return RunStarted(
+def _started(context: Launch, buffer: BufferStatistics) -> events.RunStarted:
+    return events.RunStarted(
         step=context.step,
         directory=str(context.directory.path),
         config=as_table(context.parts.config),
@@ -356,14 +348,7 @@ async def _connected(run: Launch) -> Pipeline:
     engine = WeightsTrackingEngine(run.engines["engine"], partial(_check_held, run))
     own = run.engines.get("validation.engine")
     validation = making.validation(
-        config,
-        parts.strategies,
-        held_out,
-        own or engine,
-        renderer,
-        places=parts.places,
-        emit=run.emit,
-        last=config.trainer.steps,
+        parts, held_out, own or engine, renderer, emit=run.emit, last=config.trainer.steps
     )
     _restore(run, checkpoint.restore_validation, validation)
     if run.checkpoint is not None:
@@ -388,11 +373,11 @@ async def _connected(run: Launch) -> Pipeline:
         buffer=buffer,
         prompts=stream,
         engine=engine,
-        playing=making.playing(config, environments, renderer, parts.places),
+        playing=making.playing(parts, environments, renderer),
         plane=parts.data_plane,
         learning=making.learning(config, parts.plugins),
         trainer=run.trainer,
-        checks=evolve(making.checks(config, environments, prompts, renderer, parts.remarks), watch=watch),
+        checks=evolve(making.checks(parts, environments, prompts, renderer), watch=watch),
         schedule=making.schedule(config, began=run.began),
         emit=run.emit,
         flush=run.trackers.flush,
@@ -420,19 +405,19 @@ def _restore(run: Launch, restore: Callable[..., Iterable[str]], *parts: Any) ->
             run.trackers.status(f"resuming: {note}")
 
 
-def stop_at(goal: Goal, pipeline: Pipeline, seen: dict[str, float]) -> Callable[[Event], None]:
+def stop_at(goal: Goal, pipeline: Pipeline, seen: dict[str, float]) -> Callable[[events.Event], None]:
     """Return a receiver of events that stops the pipeline when the goal is reached.
 
     It keeps the metric's value in ``seen``: the newest one, or the first that reaches the goal.  It raises
     ConfigError if nothing measures the metric.
     """
 
-    def receive(event: Event) -> None:
+    def receive(event: events.Event) -> None:
         values = (
             event.metrics
-            if isinstance(event, StepEnded)
+            if isinstance(event, events.StepEnded)
             else validation_metrics(event.results)
-            if isinstance(event, Validated)
+            if isinstance(event, events.Validated)
             else {}
         )
         goal.check(values)

@@ -18,19 +18,9 @@ from typing import Any
 from attrs import define, evolve, field, frozen
 
 from grpo_core._version import __version__
-from grpo_core.app import making
+from grpo_core.app import making, model_sources
 from grpo_core.app.make import make, preflight
 from grpo_core.app.making import Parts
-from grpo_core.app.model_sources import (
-    RUNS,
-    EvalTarget,
-    StartModel,
-    StartModelSource,
-    check_start,
-    model_source,
-    start_digest,
-    without_overridden,
-)
 from grpo_core.app.placement import Devices
 from grpo_core.app.provenance import file_hashes, located, with_absolute_paths
 from grpo_core.app.tasks import Tasks
@@ -68,14 +58,15 @@ def new_run(
     offers: Offers = NO_OFFERS,
 ) -> Launch:
     """Prepare a new run.  The arguments are those of ``configure``.  Raises GrpoError for wrong input."""
-    config, host, model = _configured(layers, changes, block, offers)
+    config, host, model = _configured([*layers, changes], block, offers)
     parts = make(config, host, model=model)
     try:
         warnings = _checked(config, host)
         config = with_absolute_paths(config, host, config.directory)
         parts.config = config = evolve(config, directory=host.selection.directory)
         if output is None:
-            output = unused(RUNS / ("+".join(config.tasks) + datetime.now().strftime("-%Y%m%d-%H%M%S")))
+            name = "+".join(config.tasks) + datetime.now().strftime("-%Y%m%d-%H%M%S")
+            output = unused(model_sources.RUNS / name)
         directory = RunDirectory.create(output, config)
     except BaseException:
         in_own_loop(parts.aclose())
@@ -135,33 +126,28 @@ def configure(
         block: plugins that are not to be loaded.
         offers: objects of the calling program.
     """
-    config, host, _ = _configured(layers, changes, block, offers)
+    config, host, _ = _configured([*layers, changes], block, offers)
     return config, host
 
 
 def _configured(
-    layers: Sequence[Mapping[str, Any]],
-    changes: Mapping[str, Any],
-    block: Sequence[str],
-    offers: Offers,
-    *,
-    trains: bool = True,
-) -> tuple[Config, PluginHost, StartModelSource | None]:
+    tables: Iterable[Mapping[str, Any]], block: Sequence[str], offers: Offers, *, trains: bool = True
+) -> tuple[Config, PluginHost, model_sources.StartModelSource | None]:
     """Return the source of the model as well if it was made, since it has the preset."""
-    given: dict[str, Any] = functools.reduce(merge, (*layers, changes), {})
+    given: dict[str, Any] = functools.reduce(merge, tables, {})
     secrets.learn(given)
     config, host = configured([given], block, offers)
     with wrong_input():
         if making.text_engine_of(making.engines_of(config, trains=trains), host):
             return config, host, None
-        model = model_source(config.model, host)
+        model = model_sources.model_source(config.model, host)
         if model.preset:
             config = build([replace_parts(model.preset, given), given], host.sections)
     return config, host, model
 
 
 def configure_target(
-    found: EvalTarget,
+    found: model_sources.EvalTarget,
     changes: Mapping[str, Any],
     block: Sequence[str] = (),
     offers: Offers = NO_OFFERS,
@@ -177,10 +163,10 @@ def configure_target(
 
     The other arguments are those of ``configure``.  Raises GrpoError for wrong input.
     """
-    own = without_overridden(found.table, changes, tasks=tasks)
+    own = model_sources.without_overridden(found.table, changes, tasks=tasks)
     if "directory" in own:  # a run's own paths count from it, and the given ones from here
         own = as_table(located(*configured([own], block, offers, stored=True), own["directory"]))
-    config, host, model = _configured([*below, own], changes, block, offers, trains=False)
+    config, host, model = _configured([*below, own, changes], block, offers, trains=False)
     config = located(config, host, "" if "directory" in own else config.directory)
     return make(config, host, trains=False, model=model)
 
@@ -294,7 +280,7 @@ class Launch:
     held_out: Sequence[HeldOut] = field(init=False)
     devices: Devices = field(init=False)
     """The GPUs, once the placement is connected."""
-    model: StartModel = field(init=False)
+    model: model_sources.StartModel = field(init=False)
     renderer: Renderer = field(init=False)
     trainer: Trainer = field(init=False)
     engines: Mapping[str, Any] = field(init=False)
@@ -453,7 +439,7 @@ def identity(config: Config, start: Path) -> dict[str, Any]:
         "grpo_core": __version__,
         "fixed": _fixed(config),
         "schedule": _schedule(config.trainer),
-        "start": start_digest(start),
+        "start": model_sources.start_digest(start),
         "scores": _score_digests(config),
         "files": file_hashes(config),
     }
@@ -500,7 +486,7 @@ def _check_start(run: RunDirectory, before: str, config: Config, host: PluginHos
     else:
         return
     made = (run.model / "config.json").exists()
-    check_start(run.path, before, run.model if made else directory_here(config.model.path), why)
+    model_sources.check_start(run.path, before, run.model if made else directory_here(config.model.path), why)
 
 
 def _check_dtype(path: Path, held: Published | None, before: Config, config: Config) -> None:
@@ -583,7 +569,7 @@ def _at(table: Any, key: str) -> Any:
 def _score_digests(config: Config) -> dict[str, str]:
     """Return the digests of the models that score, by the names of the scores."""
     return {
-        name: start_digest(directory_here(score.model))
+        name: model_sources.start_digest(directory_here(score.model))
         for name, score in config.scores.items()
         if score.model
     }

@@ -121,12 +121,10 @@ def _make(parts: Parts) -> None:
     making.shaping_of(config, host)
 
     parts.strategies = strategies = {}
-    for name, chosen in {
-        "": validation,
-        **{name: validation.of_set(name) for name in validation.sets},
-    }.items():
+    for name in ("", *validation.sets):
         if name:
             _check_set(name, parts)
+        chosen = validation.of_set(name) if name else validation
         strategy = host.make("validation_strategy", chosen.name, **chosen.options)
         strategies[name] = parts.keep(strategy)
         _check_strategy(strategy, name, validation)
@@ -149,7 +147,6 @@ def _make(parts: Parts) -> None:
     parts.model.check()
     chat_template(config.model.chat_template)
     check_response_format(config.model.response_format)
-    parts.places = making.places_of(config.rollout)
 
 
 def _check_tasks(config: Config, host: PluginHost, *, trains: bool) -> None:
@@ -298,8 +295,7 @@ def _check_strategy(strategy: ValidationStrategy, of_set: str, validation: Valid
 
     With sets, a key of [validation] may be meant for the strategy of one of them.
     """
-    own = validation.sets[of_set] if of_set else None
-    chosen = validation.of_set(of_set) if of_set else validation
+    own, chosen = (validation.sets[of_set], validation.of_set(of_set)) if of_set else (None, validation)
     section = f"validation.sets.{of_set}" if of_set else "validation"
     plugin_state(strategy, f"validation strategy {chosen.name!r}")
     keys = {} if validation.sets and own is None else _truncations(chosen)

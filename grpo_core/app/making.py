@@ -28,15 +28,6 @@ from grpo_core.contracts.errors import ConfigError, SelectionError
 from grpo_core.contracts.events import Event
 from grpo_core.contracts.loss import LossSetting, Remark, hints_of, needs_of, problems_of, remarks_of
 from grpo_core.contracts.playing import EnvironmentClient
-from grpo_core.contracts.protocols import (
-    AdvantageFunction,
-    DataPlane,
-    Engine,
-    Sampler,
-    Shaping,
-    ShapingSection,
-    ValidationStrategy,
-)
 from grpo_core.contracts.records import EngineSetup, Group, Prompt, Rollout, Weights
 from grpo_core.data.loaders import LookAhead
 from grpo_core.data.samplers import FunctionSampler, draws_itself
@@ -94,7 +85,7 @@ class Parts:
     """The source of the model that training starts from."""
     placement: Placement = field(init=False)
     """The placement of engines and environments, not yet connected."""
-    sampler: Sampler = field(init=False)
+    sampler: protocols.Sampler = field(init=False)
     engines: Mapping[str, EngineConfig] = field(init=False)
     """The sections of the engines that start, by key."""
     text_engine: str = field(init=False)
@@ -104,13 +95,13 @@ class Parts:
     """Remarks about the loss."""
     scores: Mapping[str, ScoreConfig] = field(init=False)
     """The scores that the loss needs, by name."""
-    strategies: Mapping[str, ValidationStrategy] = field(init=False)
+    strategies: Mapping[str, protocols.ValidationStrategy] = field(init=False)
     """The strategies of ``[validation]``, whose key is "", and of each set."""
     trainer_here: TrainerConfig | None = field(init=False)
     """The section of the trainer; None if nothing is trained, or in a placement's workers."""
     ranks: int = field(init=False)
     """Number of the trainer's processes."""
-    data_plane: DataPlane = field(init=False)
+    data_plane: protocols.DataPlane = field(init=False)
     """The data plane of a run that trains, not yet started."""
     transport: str = field(init=False)
     """The transport of weights from the trainer to the engines."""
@@ -123,6 +114,10 @@ class Parts:
         if hasattr(part, "aclose"):
             self._kept.push_async_callback(part.aclose)
         return part
+
+    @places.default
+    def _places(self) -> FairSemaphore:
+        return FairSemaphore(self.config.rollout.max_in_flight or UNLIMITED)
 
     async def aclose(self) -> None:
         """Close all that was made, the last part first."""
@@ -208,7 +203,7 @@ def engine(
     *,
     tolerance: Tolerance,
     env_vars: Sequence[Mapping[str, str]] = (),
-) -> Engine:
+) -> protocols.Engine:
     """Make the engine of a section, or its pool of engines, not yet started.
 
     Args:
@@ -222,13 +217,13 @@ def engine(
     section = evolve(section, workers=workers_of(section, plugins))
     variables = [{**plugins.variables(), **each} for each in env_vars or [{}]]
 
-    def one(number: int, setup: EngineSetup) -> Engine:
+    def one(number: int, setup: EngineSetup) -> protocols.Engine:
         """Make the engine with this number; further engines share the places of the first."""
         setup = evolve(setup, env_vars=variables[number % len(variables)])
         engine = placement.engine(number, section, setup)
         return LimitedEngine(engine, section.max_requests) if section.max_requests else engine
 
-    def member(number: int) -> Engine:
+    def member(number: int) -> protocols.Engine:
         """Make an engine of the pool, with its share of the cores, and its own directory for logs."""
         threads = section.threads or max(1, setup.threads // section.workers)
         logs = f"{setup.log_directory}/engine-{number}" if setup.log_directory else None
@@ -236,13 +231,15 @@ def engine(
 
     if section.workers == 1 and not placement.pooled:
         return one(0, setup)
-    pool: Engine = plugins.factory("engine", plugins.the_one("engine", "pools_engines"))(
+    pool: protocols.Engine = plugins.factory("engine", plugins.the_one("engine", "pools_engines"))(
         member, section.workers, tolerance=tolerance, deadline=section.deadline, hold=placement.retain()
     )
     return pool
 
 
-def engines(parts: Parts, devices: Devices, model: str, logs: Path | None = None) -> dict[str, Engine]:
+def engines(
+    parts: Parts, devices: Devices, model: str, logs: Path | None = None
+) -> dict[str, protocols.Engine]:
     """Make the engines with their GPUs, not yet started, by the keys of their sections.
 
     Args:
@@ -256,7 +253,7 @@ def engines(parts: Parts, devices: Devices, model: str, logs: Path | None = None
         with_training = parts.trains and (config.pipeline.max_staleness > 0 or key != "engine")
         own = logs / "validation" if logs and key != "engine" else logs
         setup = engine_setup(config, section, model, logs=own, colocated=with_training, trains=parts.trains)
-        made_one = engine(
+        made[key] = engine(
             section,
             evolve(setup, shares_gpu=key in devices.shared),
             parts.plugins,
@@ -264,11 +261,11 @@ def engines(parts: Parts, devices: Devices, model: str, logs: Path | None = None
             tolerance=canary_tolerance(config.health, section),
             env_vars=devices.engines.get(key, ()),
         )
-        made[key] = parts.keep(made_one)
+        parts.keep(made[key])
     return made
 
 
-def published(config: Config, engine: Engine, weights: Weights, version: int) -> Published | None:
+def published(config: Config, engine: protocols.Engine, weights: Weights, version: int) -> Published | None:
     """Describe the newest weights of the engine of training, for the checkpoint of a version."""
     option = config.engine.options.get("dtype", "auto")
     sums = not weights.base and model_section(config) is not None  # other machines round otherwise
@@ -422,7 +419,7 @@ def scores_of(config: Config, loss: Bound[Any, Any]) -> dict[str, ScoreConfig]:
     return needed_scores(config.scores, needs_of(loss.function, loss.options))
 
 
-def sampler(config: Config, plugins: PluginHost) -> Sampler:
+def sampler(config: Config, plugins: PluginHost) -> protocols.Sampler:
     """Make the sampler; factories with these parameters get ``seed`` and the tasks' ``weights``."""
     chosen = config.sampler
     factory = plugins.factory("sampler", chosen.name)
@@ -437,17 +434,17 @@ def sampler(config: Config, plugins: PluginHost) -> Sampler:
     weights = {name: task.weight for name, task in config.tasks.items()}
     known: dict[str, Any] = {"seed": config.seed, "weights": weights}
     options = {key: value for key, value in known.items() if key in takes}
-    sampler: Sampler = plugins.make("sampler", chosen.name, **{**options, **chosen.options})
+    sampler: protocols.Sampler = plugins.make("sampler", chosen.name, **{**options, **chosen.options})
     return sampler
 
 
-def shaping_of(config: Config, plugins: PluginHost) -> Shaping | None:
+def shaping_of(config: Config, plugins: PluginHost) -> protocols.Shaping | None:
     """Make the shaping of rewards from a plugin's section, or None."""
     sections = (config.section(each.kind, None) for each in plugins.sections.added)
     found = (
         section.reward_shaping(config.rollout.max_tokens)
         for section in sections
-        if isinstance(section, ShapingSection)
+        if isinstance(section, protocols.ShapingSection)
     )
     return next((shaping for shaping in found if shaping is not None), None)
 
@@ -487,7 +484,7 @@ def learning(config: Config, plugins: PluginHost) -> Learning:
     """Make the advantages, clipped as their section sets, the hints and the filters."""
     bound, section, chosen = loss(config.loss, plugins), config.rollout, config.advantage
     needs = needs_of(bound.function, bound.options)
-    advantages: AdvantageFunction = plugins.function("advantage", chosen.name, **chosen.options)
+    advantages: protocols.AdvantageFunction = plugins.function("advantage", chosen.name, **chosen.options)
     if chosen.clip_low is not None or chosen.clip_high is not None:
         advantages = Clipped(advantages, chosen.clip_low, chosen.clip_high)
     hints = Hints(
@@ -520,20 +517,14 @@ def buffer(config: Config) -> Buffer[Prompt, Group]:
     )
 
 
-def places_of(section: RolloutConfig) -> FairSemaphore:
-    """Make the limit of concurrent rollouts, of training and validation together."""
-    return FairSemaphore(section.max_in_flight or UNLIMITED)
-
-
 def checks(
-    config: Config,
+    parts: Parts,
     environments: Mapping[str, EnvironmentPool],
     prompts: Mapping[str, Sequence[Prompt]],
     renderer: Renderer,
-    remarks: Iterable[Remark],
 ) -> Checks:
     """Make the checks that end a run which cannot learn."""
-    limits = config.health
+    config, limits = parts.config, parts.config.health
     some = [prompt for part in prompts.values() for prompt in part[: max(1, PROMPTS // len(prompts))]]
     ends = [tuple(renderer.prompt_ids(each.messages)[-LENGTH:]) for each in some[:PROMPTS]]
     return Checks(
@@ -550,7 +541,7 @@ def checks(
         correction=", ".join(
             f"loss.options.{name} = {value!r}" for name, value in config.loss.options.items()
         ),
-        uncorrected=next((each.message for each in remarks if each.costs), ""),
+        uncorrected=next((each.message for each in parts.remarks if each.costs), ""),
     )
 
 
@@ -608,18 +599,16 @@ def budgets(config: Config, environments: Mapping[str, EnvironmentPool]) -> Obse
 
 
 def validation(
-    config: Config,
-    strategies: Mapping[str, ValidationStrategy],
+    parts: Parts,
     held_out: Sequence[HeldOut],
-    engine: Engine,
+    engine: protocols.Engine,
     renderer: protocols.Renderer,
     *,
-    places: FairSemaphore,
     emit: Callable[[Event], None],
     last: int = 0,
 ) -> Validation:
     """Make the validation of a run's versions up to the ``last`` one."""
-    rollout = config.rollout
+    rollout = parts.config.rollout
     shared = Context(
         version=0,
         prompts={},
@@ -628,28 +617,25 @@ def validation(
         renderer=renderer,
         sampling=sampling_params(rollout),
         retries=rollout.max_retries,
-        seed=config.seed,
+        seed=parts.config.seed,
         group_size=rollout.group_size,
-        places=places,
+        places=parts.places,
     )
-    chosen = {part.name: strategies[part.name] for part in held_out}
+    chosen = {part.name: parts.strategies[part.name] for part in held_out}
     return Validation(parts=held_out, strategies=chosen, shared=shared, last=last, emit=emit)
 
 
 def playing(
-    config: Config,
-    environments: Mapping[str, EnvironmentClient],
-    renderer: protocols.Renderer,
-    places: FairSemaphore,
+    parts: Parts, environments: Mapping[str, EnvironmentClient], renderer: protocols.Renderer
 ) -> Playing:
     """Make the settings for playing groups."""
     return Playing(
         environments=environments,
         renderer=renderer,
-        sampling=sampling_params(config.rollout),
-        group_size=config.rollout.group_size,
-        places=places,
-        seed=config.seed,
+        sampling=sampling_params(parts.config.rollout),
+        group_size=parts.config.rollout.group_size,
+        places=parts.places,
+        seed=parts.config.seed,
     )
 
 
@@ -678,7 +664,7 @@ def intervals(config: ValidationConfig) -> list[Interval]:
     return [Interval(section.every, section.at_start) for section in each]
 
 
-def check_loaders(config: Config, loaders: Mapping[str, LookAhead], sampler: Sampler) -> None:
+def check_loaders(config: Config, loaders: Mapping[str, LookAhead], sampler: protocols.Sampler) -> None:
     """Raise ConfigError for streams if the number of prompts must be known."""
     streams = [loader for loader in loaders.values() if loader.size is None]
     if not streams:

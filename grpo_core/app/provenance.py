@@ -64,9 +64,9 @@ def located(config: Config, host: PluginHost, directory: str = "") -> Config:
         with suppress(GrpoError):  # reported when it is made
             selected = host.find(cast(Kind, kind), name)
             if kind == "environment" and (name in elsewhere or isinstance(selected.offer.factory, str)):
-                texts = {key: each for key, each in options.items() if isinstance(each, str)}
-                dotted = {key: each for key, each in texts.items() if each.startswith(("./", "../"))}
-                options.update({key: absolute(each, directory) for key, each in dotted.items()})
+                for key, each in options.items():
+                    if isinstance(each, str) and each.startswith(("./", "../")):
+                        options[key] = absolute(each, directory)
             else:
                 options.update(with_paths(selected.load(), options, directory, str))
     if host.offers("model", config.model.path):
@@ -111,25 +111,20 @@ def _absolute(value: Any, *place: str) -> Any:
 
 def plugin_files(config: Config) -> set[Path]:
     """Return the files of the plugins that are not installed."""
-    chosen = list(config.choices())
-    # these may name others
-    several: list[Mapping[str, Any]] = [options for kind, _, options in chosen if kind == "environment"]
-    several += [each.values for each in config.sections]
-    names = [one.data for one in config.validation.sets.values()]
-    names += [config.trainer.lr_schedule, *(name for _, name, _ in chosen)]
-    names += [text for options in several for text in _texts(options) if Path(text).is_absolute()]
-    words = [Path(word) for name in names if in_file(name) is None for word in name.partition(":")[2].split()]
+    names = [name for _, name, _ in config.choices() if in_file(name) is None]
+    words = [Path(word) for name in names for word in name.partition(":")[2].split()]
     programs = {word for word in words if word.is_absolute() and os.path.isfile(word)}
-    return {place[0] for name in names if (place := in_file(name))} | programs
+    files = {place[0] for text in _texts(as_table(config)) if (place := in_file(text))}
+    return {file for file in files if file.is_absolute()} | programs
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts in an environment's options that may be names of other environments."""
-    if isinstance(value, str) and in_file(value):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
+    """Yield the texts in a value of the configuration, which may be names of offers, and its keys."""
+    if isinstance(value, Mapping | list):
+        for each in [*value, *(value.values() if isinstance(value, Mapping) else ())]:
             yield from _texts(each)
+    elif isinstance(value, str):
+        yield value
 
 
 def _absolute_name(name: str, *, agent: bool = False) -> str:

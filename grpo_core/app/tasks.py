@@ -71,12 +71,16 @@ class Tasks:
         tasks, of_sets = config.tasks, config.validation.environments(sets)
         every = {**tasks, **of_sets}
         workers += config.engine.workers + (config.environment.workers or 1) * len(every)
-        with placement.connected(workers):
+        async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(placement.connected(workers))
             files = {name: logs / f"environment-{name}.log" if logs else None for name in every}
             environments = {
                 name: make_environment(name, task, config, host, placement, files[name])
                 for name, task in every.items()
             }
+            stack.push_async_callback(
+                lambda: asyncio.gather(*(each.aclose() for each in environments.values()))
+            )
             data = {
                 name: TaskData.of(
                     name,
@@ -90,22 +94,31 @@ class Tasks:
                 )
                 for name, task in every.items()
             }
-            try:
-                await gather(environment.start() for environment in environments.values())
-                players = _playing(every, environments, host, config.environment.agent_host, placement)
-                async with players:
-                    yield cls(
-                        environments={name: environments[name] for name in tasks},
-                        of_sets={name: environments[name] for name in of_sets},
-                        data=data,
-                        seed=config.seed,
-                    )
-                for environment in environments.values():
-                    environment.check_combine()
-            finally:
-                for each in data.values():
-                    each.close()
-                await asyncio.gather(*(environment.aclose() for environment in environments.values()))
+            for each in data.values():
+                stack.callback(each.close)
+            await gather(environment.start() for environment in environments.values())
+            shared: dict[tuple[str | None, str], list[str]] = defaultdict(list)
+            for name, task in every.items():
+                player = task.player or (None if environments[name].about.runs_agents else "turns")
+                shared[player, repr(task.player_options)].append(name)
+            for (player, _), names in shared.items():
+                runs = {name: environments[name].about.runs_agents for name in names}
+                setup = PlayerSetup(tasks=runs, host=config.environment.agent_host, remote=placement.remote)
+                made = make_player(host, player, setup, every[names[0]].player_options)
+                if made is not None:
+                    stack.push_async_callback(made.aclose)
+                    with plugin_errors(f"player {type(made).__name__}: start()"):
+                        await made.start()
+                for name in names:
+                    environments[name].player = made
+            yield cls(
+                environments={name: environments[name] for name in tasks},
+                of_sets={name: environments[name] for name in of_sets},
+                data=data,
+                seed=config.seed,
+            )
+            for environment in environments.values():
+                environment.check_combine()
 
     @property
     def loaders(self) -> dict[str, LookAhead]:
@@ -126,10 +139,6 @@ class Tasks:
         names = self.environments if tasks is None else tasks
         found = await gather(self.data[name].prompts(split, first) for name in names)
         return dict(zip(names, found, strict=True))
-
-    async def prompts_of(self, task: str, split: str) -> Sequence[Prompt]:
-        """Return the prompts of one task, or some of them.  Raises PluginError, ConfigError."""
-        return await self.data[task].prompts(split, FIRST)
 
     def size(self, task: str, prompts: Sequence[Prompt]) -> int:
         """Return the number of training prompts of a task, if known."""
@@ -194,33 +203,6 @@ def make_environment(
         success=task.success,
         parts=making.of_reward(config, host),
     )
-
-
-@contextlib.asynccontextmanager
-async def _playing(
-    tasks: Mapping[str, TaskConfig],
-    environments: Mapping[str, EnvironmentPool],
-    host: PluginHost,
-    agent_host: str,
-    placement: Placement,
-) -> AsyncIterator[None]:
-    """Give the started environments the players of their tasks."""
-    shared: dict[tuple[str | None, str], list[str]] = defaultdict(list)
-    for name, task in tasks.items():
-        player = task.player or (None if environments[name].about.runs_agents else "turns")
-        shared[player, repr(task.player_options)].append(name)
-    async with contextlib.AsyncExitStack() as stack:
-        for (player, _), names in shared.items():
-            runs = {name: environments[name].about.runs_agents for name in names}
-            setup = PlayerSetup(tasks=runs, host=agent_host, remote=placement.remote)
-            made = make_player(host, player, setup, tasks[names[0]].player_options)
-            if made is not None:
-                stack.push_async_callback(made.aclose)
-                with plugin_errors(f"player {type(made).__name__}: start()"):
-                    await made.start()
-            for name in names:
-                environments[name].player = made
-        yield
 
 
 def make_player(

@@ -14,6 +14,7 @@ from typing import Any
 from attrs import asdict, evolve
 
 from grpo_core.app import making
+from grpo_core.app.making import Parts
 from grpo_core.config import Config, as_table, build, merge
 from grpo_core.contracts.errors import GrpoError, TrackingError, describe, fault_of
 from grpo_core.contracts.events import (
@@ -182,32 +183,25 @@ class _Run:
         found |= leaks(prompts, held_out)
         warnings = [WarningRaised(step=0, cause=cause, message=text) for cause, text in found.items()]
         loaders = {name: IndexedLoader(name, own, seed=config.seed) for name, own in prompts.items()}
-        places, strategy = making.places_of(config.rollout), config.validation
-        strategies = {"": _host().make("validation_strategy", strategy.name, **strategy.options)}
-        stream = PromptStream(
-            sampler=making.sampler(config, _host()), loaders=loaders, name=config.sampler.name
+        parts, chosen = Parts(config, _host()), config.validation
+        parts.sampler = making.sampler(config, _host())
+        parts.strategies = {"": _host().make("validation_strategy", chosen.name, **chosen.options)}
+        parts.remarks = making.remarks_about(
+            making.loss(config.loss, _host()), config.trainer, config.pipeline
         )
+        stream = PromptStream(sampler=parts.sampler, loaders=loaders, name=config.sampler.name)
         engine = self._engine(tables)
         validation = making.validation(
-            config,
-            strategies,
-            held_out,
-            engine,
-            renderer,
-            places=places,
-            last=config.trainer.steps,
-            emit=self.emit,
+            parts, held_out, engine, renderer, last=config.trainer.steps, emit=self.emit
         )
-        remarks = making.remarks_about(making.loss(config.loss, _host()), config.trainer, config.pipeline)
-        checks = making.checks(config, environments, prompts, renderer, remarks)
         pipeline = Pipeline(
             buffer=making.buffer(config),
             prompts=stream,
             engine=engine,
-            playing=making.playing(config, environments, renderer, places),
+            playing=making.playing(parts, environments, renderer),
             learning=making.learning(config, _host()),
             trainer=Learner(world, tables, config, seed=config.seed),
-            checks=evolve(checks, tolerance=Tolerance()),
+            checks=evolve(making.checks(parts, environments, prompts, renderer), tolerance=Tolerance()),
             schedule=making.schedule(config),
             emit=self.emit,
             readings=self._incidents.read,

@@ -79,8 +79,7 @@ def checked(config: Config, host: PluginHost) -> list[str]:
 
 async def _checked(audit: AuditConfig, config: Config, host: PluginHost) -> list[str]:
     tasks = {name: config.tasks[name] for name in audit.tasks or config.tasks}
-    around = _started(config, host, tasks)
-    async with started(audit, config, host) as second, around as first:
+    async with started(audit, config, host) as second, _started(config, host, tasks) as first:
         prompts = await first.prompts("train", TRIED)
         return await tried(audit, second, first.environments, prompts)
 

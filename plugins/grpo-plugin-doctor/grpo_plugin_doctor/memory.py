@@ -21,8 +21,7 @@ from grpo_core import ConfigError, EngineLoad, GrpoError, MemoryPart, ModelError
 from grpo_core.app import making
 from grpo_core.app import placement as gpu_choice
 from grpo_core.app.model_sources import scoring_model
-from grpo_core.app.placement import Placement
-from grpo_core.config import EngineConfig, TrainerConfig, build, parse_settings
+from grpo_core.config import EngineConfig, build, parse_settings
 from grpo_core.kit import Config, PluginHost, as_table, files
 from grpo_core.plugins.transports import find_transport
 from grpo_core.training import memory as sizes
@@ -67,15 +66,14 @@ class Case:
     """The GPUs; empty for models too small to query them."""
 
     @cached_property
-    def placement(self) -> Placement:
+    def placement(self) -> Any:
         chosen = self.config.placement
-        placement: Placement = self.host.make("placement", chosen.name, self.host, **chosen.options)
-        return placement
+        return self.host.make("placement", chosen.name, self.host, **chosen.options)
 
     @property
-    def trainer_here(self) -> TrainerConfig | None:
-        """The section of the trainer; None if it runs in a placement's workers."""
-        return None if making.place_of_trainer(self.config.trainer, self.host) else self.config.trainer
+    def trains_here(self) -> bool:
+        """Whether the trainer's processes run on this machine."""
+        return not making.place_of_trainer(self.config.trainer, self.host)
 
     @property
     def lora(self) -> Mapping[str, Any] | None:
@@ -229,7 +227,7 @@ def certain_parts(case: Case) -> list[ProcessMemory]:
     on_gpus = {} if placement.remote else engines
     count = len(case.gpus) or gpu_choice.visible()
     joined = gpu_choice.joined_to_trainer(on_gpus, case.host)
-    devices = gpu_choice.choose(case.trainer_here, on_gpus, count, joined, ranks)
+    devices = gpu_choice.choose(config.trainer if case.trains_here else None, on_gpus, count, joined, ranks)
 
     def seen(variables: Mapping[str, str]) -> tuple[int, ...]:
         """Return the indices of the known GPUs visible to a process with these environment variables."""
@@ -239,12 +237,11 @@ def certain_parts(case: Case) -> list[ProcessMemory]:
     parameters = sum(map(prod, case.shapes.values()))
     found: list[ProcessMemory] = []
     trainer = case.host.find("trainer", config.trainer.name)
-    if trainer.offer.memory is not None and case.trainer_here is not None:
+    if trainer.offer.memory is not None and case.trains_here:
         own = engines.get("validation.engine")
-        transport = find_transport(
-            making.transport_of(config.engine, own, case.host, placement, ""), case.host
-        )
-        of_trainer = _trainer_parts(case, trainer.loaded(trainer.offer.memory), dtype, transport.on_device)
+        name = making.transport_of(config.engine, own, case.host, placement, "")
+        kept = find_transport(name, case.host).on_device
+        of_trainer = _trainer_parts(case, trainer.loaded(trainer.offer.memory), dtype, kept)
         found += _ranks(of_trainer, ranks, case.device, seen(devices.trainer))
     for key, engine in on_gpus.items():
         selected = case.host.find("engine", engine.name)
@@ -439,7 +436,7 @@ def footprint(
     case = Case(config, host, directory, model.tensors, gpus)
     processes = certain_parts(case)
     remote = case.placement.remote
-    elsewhere = ["engine"] * remote + ["trainer"] * (case.trainer_here is None)
+    elsewhere = ["engine"] * remote + ["trainer"] * (not case.trains_here)
     missing = _undeclared(config, processes, elsewhere)
     found = [ProcessMemory(name="main", parts=(_base(main), *_copies(config, processes)))]
     processes, work, unknown = with_passes(case, processes)

@@ -12,6 +12,7 @@ from attrs import evolve, frozen
 
 from grpo_core import ConfigError, Engine, GrpoError, Prompt, Rollout, events
 from grpo_core.app import making
+from grpo_core.app.making import Parts
 from grpo_core.data.samplers import PromptStream
 from grpo_core.engines.wrapped import LimitedEngine
 from grpo_core.kit import Config, PluginHost, derive_seed, reported_to
@@ -152,12 +153,11 @@ def forecast(
             )
             return {}
 
-        playing = making.playing(config, environments, renderer, making.places_of(config.rollout))
         pipeline = Pipeline(
             buffer=making.buffer(config),
             prompts=PromptStream(sampler=sampler, loaders=loaders, name=config.sampler.name),
             engine=engine,
-            playing=evolve(playing, seed=seed),
+            playing=evolve(making.playing(Parts(config, host), environments, renderer), seed=seed),
             learning=making.learning(unfiltered, host),
             trainer=PlannedTrainer(times.trainer, seed=seed),
             checks=Checks(observe_attempt=observe_attempt),
