@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core import advantages as formulas
-from grpo_core.app.parts import Parts
+from grpo_core.app import making
 from grpo_core.config import build
 from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.loop import rows
@@ -309,7 +309,7 @@ def with_parts(rewards: list[float], **parts: list[float]) -> Any:
 def test_what_a_configuration_counts_has_the_mean_0_and_the_variance_1(count: str, baseline: bool) -> None:
     """The tokens of a step, or its rollouts, whatever else is chosen."""
     given = {"name": "reinforce_plus_plus", "options": {"count": count, "baseline": baseline}}
-    function = Parts(build([{"advantage": given}]), PluginHost.discover(["algorithms"])).learning().advantages
+    function = making.learning(build([{"advantage": given}]), PluginHost.discover(["algorithms"])).advantages
     step = [a_group([1.0, 0.0, 0.5, 0.0]), a_group([0.0, 0.0, 1.0, 1.0], index=1)]
     found = [np.array(own, float) for own in function(step)]
     lengths = [[rollout.n_sampled if count == "tokens" else 1 for rollout in each.rollouts] for each in step]

@@ -11,7 +11,7 @@ from test_agents import HEAD as COMMON
 from test_agents import played_in
 
 from grpo_core import cli
-from grpo_core.app.parts import Parts
+from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.tasks import make_environment
 from grpo_core.config import Config, EnvironmentConfig, TaskConfig
 from grpo_core.contracts.errors import PluginError
@@ -58,10 +58,10 @@ def played(tmp_path, agent, groups, *, config=None, deadline=60.0, name=""):
     """Play a rollout in each of the groups by an agent as a run does; return them with the pool's remark."""
     (tmp_path / "agent.py").write_text(HEAD + agent)
     host, task = PluginHost.discover(), TaskConfig(env=f"{tmp_path}/agent.py{name}")
-    parts = Parts(Config(environment=config or EnvironmentConfig()), host)
+    given = Config(environment=config or EnvironmentConfig())
 
     async def story():
-        pool = make_environment("task", task, parts)
+        pool = make_environment("task", task, given, host, LocalPlacement(host))
         return await played_in(pool, groups, deadline=deadline), pool.remark
 
     return asyncio.run(story())

@@ -9,13 +9,12 @@ import pytest
 from test_pipeline import Run
 
 from grpo_core import Environment
-from grpo_core.app.parts import Parts
+from grpo_core.app import making
 from grpo_core.config import Config, EnvironmentConfig, PipelineConfig, TrainerConfig
 from grpo_core.config.run import RolloutConfig
 from grpo_core.contracts.errors import EngineError, Fault, PluginError
 from grpo_core.contracts.records import Rollout
 from grpo_core.environments.budget import ErrorBudget, failures_of_calls
-from grpo_core.plugins.host import PluginHost
 from grpo_core.testing import FakeEngine, HostedEnvironment, prompts
 
 GOOD, BAD = None, "judge away"
@@ -45,8 +44,8 @@ def judged_run(fails, *, needs_group=True, max_error_rate=0.2, max_retries=3, **
         rollout=RolloutConfig(max_retries=max_retries),
         trainer=TrainerConfig(prompts_per_step=1000),
     )
-    budgets = Parts(config, PluginHost.discover([])).budgets({"task": environment})
-    return Run(environment=environment, observe_attempt=budgets, max_retries=max_retries, **options)
+    observe = making.budgets(config, {"task": environment})
+    return Run(environment=environment, observe_attempt=observe, max_retries=max_retries, **options)
 
 
 # ---------------------------------------------------------------------------------- runs
@@ -141,9 +140,7 @@ def test_an_engine_may_lose_all_attempts_at_all_rollouts_that_are_out_but_one(fo
         trainer=TrainerConfig(prompts_per_step=3),
         pipeline=PipelineConfig(max_staleness=1),
     )
-    observe = Parts(config, PluginHost.discover([])).budgets(
-        {"task": HostedEnvironment(Judge(None, needs_group=False))}
-    )
+    observe = making.budgets(config, {"task": HostedEnvironment(Judge(None, needs_group=False))})
     lost = rollout(error="engine died", lost=True)
     for number in range(2 * 3 * 4 * 6 - 1):
         observe("task", [rollout(reward=1.0) if number == found else lost], 0)

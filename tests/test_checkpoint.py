@@ -60,8 +60,7 @@ def test_a_written_checkpoint_is_found_and_read(tmp_path):
     found = checkpoint.newest(tmp_path)
     assert (found.directory, found.step, found.passed_over) == (path, 20, ())
     assert checkpoint.read_pipeline(path).buffer.step == 20
-    assert checkpoint.read_loader(path, "a/b c") == loader_at(3)
-    assert checkpoint.read_loader(path, "other") is None
+    assert checkpoint.read_loaders(path) == {"a/b c": loader_at(3)}
     assert {p.name for p in path.iterdir()} == {
         "manifest.json",
         "pipeline.json",

@@ -361,7 +361,7 @@ def test_the_parts_of_shaping_are_its_weights():
 
 
 def test_two_filters_that_would_share_a_metric_are_refused(tmp_path):
-    from grpo_core.app.parts import Parts
+    from grpo_core.app import making
     from grpo_core.plugins.configured import configured
 
     for name in ("a", "b"):
@@ -369,4 +369,4 @@ def test_two_filters_that_would_share_a_metric_are_refused(tmp_path):
     filters = {f"{tmp_path}/{name}.py:odd": {} for name in ("a", "b")}
     config, host = configured([{"tasks": {"t": {"env": "math:sort"}}, "filters": filters}])
     with pytest.raises(grpo.ConfigError, match="have the same name in metrics"):
-        Parts(config, host).dynamic()
+        making.dynamic_sampling(config, host)

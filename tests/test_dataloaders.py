@@ -17,8 +17,8 @@ from drawing import NoEnvironment
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from grpo_core.app import making
 from grpo_core.app.data import Source, TaskData, check_data
-from grpo_core.app.parts import check_loaders
 from grpo_core.config import Config, RowOptions, TaskConfig, TrainerConfig, build
 from grpo_core.contracts.errors import CheckpointError, ConfigError, GrpoError, PluginError
 from grpo_core.contracts.records import Prompt, SampleRequest
@@ -376,9 +376,9 @@ def test_a_stream_has_no_length_and_no_places(opened):
 def test_a_stream_is_refused_where_the_number_of_prompts_is_needed(opened, change, sampler, message):
     stream, sized = opened(Own), opened(FORMS["a list"])
     config = Config(tasks={}, trainer=TrainerConfig(**change))
-    check_loaders(config, {"t": sized.loader}, sampler)
+    making.check_loaders(config, {"t": sized.loader}, sampler)
     with pytest.raises(ConfigError, match=message):
-        check_loaders(config, {"t": stream.loader}, sampler)
+        making.check_loaders(config, {"t": stream.loader}, sampler)
 
 
 @pytest.mark.parametrize(

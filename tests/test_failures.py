@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from recording import record
 from test_pipeline import Run, cut, resumed
 
+from grpo_core.app import making
 from grpo_core.app.launch import FIXED
-from grpo_core.app.parts import Parts
 from grpo_core.config import Config, ModelConfig, PipelineConfig, RolloutConfig, build
 from grpo_core.contracts.errors import WeightSyncError
 from grpo_core.contracts.events import Dispatched, PromptSkipped, StepEnded, Synced
@@ -35,7 +35,6 @@ from grpo_core.data.loaders import IndexedLoader
 from grpo_core.demo import tiny
 from grpo_core.engines.child import ChildEngine
 from grpo_core.engines.local.engine import LocalEngine
-from grpo_core.plugins.host import PluginHost
 from grpo_core.processes.child import Child
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeTrainer, prompts
 from grpo_core.training import model as models
@@ -444,7 +443,7 @@ def test_53_no_process_is_ever_forked():
 )
 def test_44_the_outer_deadline_is_longer_than_all_that_may_happen_within(rollout, max_staleness):
     config = Config(rollout=rollout, pipeline=PipelineConfig(max_staleness=max_staleness))
-    schedule = Parts(config, PluginHost.discover([])).schedule()
+    schedule = making.schedule(config)
     attempts = rollout.deadline * (rollout.max_retries + 1)
     assert schedule.rollout_deadline == rollout.deadline
     assert schedule.stall > attempts + config.engine.deadline

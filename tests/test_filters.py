@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from grpo_core.app import making
 from grpo_core.app.make import make
-from grpo_core.app.parts import Parts
 from grpo_core.config import build
 from grpo_core.contracts.errors import PluginError, SamplingError
 from grpo_core.loop import dynamic
@@ -54,7 +54,7 @@ A_TASK = {"tasks": {"any": {"env": "agent:true"}}}
 
 def made(tables: dict[str, Any], **host: Any) -> DynamicSampling | None:
     config = build([{"trainer": {"prompts_per_step": 2}}, tables])
-    return Parts(config, PluginHost.discover(allow=["agents", "algorithms"])).dynamic()
+    return making.dynamic_sampling(config, PluginHost.discover(allow=["agents", "algorithms"]))
 
 
 def test_the_first_filter_that_rejects_counts() -> None:

@@ -10,11 +10,12 @@ import threading
 import pytest
 from test_plugins import install  # noqa: F401
 
-from grpo_core import EngineSetup
+from grpo_core.app import making
 from grpo_core.app.build import train
 from grpo_core.app.launch import new_run
 from grpo_core.app.make import make
-from grpo_core.config import EngineConfig, build
+from grpo_core.app.placement import Devices
+from grpo_core.config import build
 from grpo_core.contracts.errors import GrpoError
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.plugins.host import PluginHost
@@ -112,8 +113,6 @@ def made_of(tables):
 def test_a_part_is_made_once_and_passed_on(counted):
     parts = made_of(table())
     assert sorted(counted.made) == ["model", "placement", "plane", "sampler", "strategy"]
-    assert parts.sampler is parts.sampler
-    assert parts.strategy(parts.config.validation) is parts.strategy(parts.config.validation)
     asyncio.run(parts.aclose())
     assert sorted(counted.closed) == sorted(counted.made)
     assert counted.closed == counted.made[::-1], "the last one first"
@@ -151,9 +150,8 @@ def test_making_starts_no_process_thread_or_socket(tmp_path, monkeypatch):
         patched.setattr(threading.Thread, "start", never)
         patched.setattr("socket.socket.__init__", never)
         parts = make(config, host)
-        setup = EngineSetup(model=str(tmp_path))
-        engine = parts.engine(EngineConfig(), setup)
-        trainer = parts.trainer(parts.trainer_setup(str(tmp_path)))
+        (engine,) = making.engines(parts, Devices(), str(tmp_path)).values()
+        trainer = parts.keep(host.make("trainer", "torch", making.trainer_setup(config, host, str(tmp_path))))
     assert isinstance(engine, LocalEngine)
     assert engine.pid is None
     assert isinstance(trainer, ProcessTrainer)

@@ -13,7 +13,7 @@ from grpo_core.app.model_sources import find_target
 from grpo_core.app.provenance import file_hashes, plugin_files, with_absolute_paths
 from grpo_core.config import as_table, as_toml, build, read_toml
 from grpo_core.contracts.errors import PluginError
-from grpo_core.plugins.configured import configured
+from grpo_core.plugins.configured import changed, configured
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.installed import PluginSelection
 
@@ -128,7 +128,8 @@ def test_names_of_files_within_options_are_absolute(here):
         }
     )
     mine = f"{here}/mine.py:Mine"
-    assert config.tasks["both"].options["parts"] == {"mine": {**parts["mine"], "env": mine}}
+    own = {"env": mine, "options": {"file": f"{here}/a.txt"}}
+    assert config.tasks["both"].options["parts"] == {"mine": {**parts["mine"], **own}}
     assert config.tasks["agent"].env == f"agent:{here}/play.sh"
     assert config.tasks["agent"].options == {"reward": mine, "data": "long" * 999}
     assert config.filters == {f"{here}/mine.py:keep": {"file": str(Path.home() / "seen")}}
@@ -172,13 +173,42 @@ def test_given_paths_count_from_here_and_those_of_a_run_from_its_directory(here,
     assert two["tasks"]["two"]["options"] == {"file": "./c"}
 
 
-def test_names_of_files_in_the_section_of_a_plugin_are_absolute(here):
+def nested(file, here=Path()):
+    """Return tables with a path in options of parts that no section names directly."""
+    options, name = {"file": file, "text": "e.txt"}, f"{here}/mine.py:Mine"
+    mine = {"env": name, "options": options}
+    return {
+        "tasks": {"both": {"env": "compose", "options": {"parts": {"one": mine}, "file": f"./{file}"}}},
+        "validation": {"sets": {"hard": {"task": "both", "name": "mine", "options": {"file": file}}}},
+        "model": {"path": "mine", "options": {"file": file}},
+        "tracking": {"spare": {"file": file}},
+        "audit": {"second_opinion": name, "options": options},
+    }
+
+
+def files_of(config):
+    (audit,) = (each.values for each in config.sections if each.name == "audit")
+    inner = config.tasks["both"].options["parts"]["one"]
+    assert inner["options"]["text"] == audit["options"]["text"] == "e.txt"
+    assert inner["env"] == audit["second_opinion"]
+    chosen = [inner, config.tasks["both"], config.validation.sets["hard"], config.model, audit]
+    options = [each["options"] if isinstance(each, dict) else each.options for each in chosen]
+    return {each["file"] for each in (*options, config.tracking.options["spare"])}
+
+
+def test_paths_in_tables_within_options_of_sets_models_and_sections_count_from_where_they_are_given(
+    here, monkeypatch
+):
+    def made(*, file: Path) -> None: ...
+
     host = PluginHost.discover()
-    audit = {"second_opinion": "./mine.py:Mine", "options": {"file": "a.txt", "text": "e.txt"}}
-    config = with_absolute_paths(build([{"audit": audit}], host.sections), host)
-    (values,) = (each.values for each in config.sections if each.name == "audit")
-    assert values["second_opinion"] == f"{here}/mine.py:Mine"
-    assert values["options"] == audit["options"]
+    host.add({"tracker": {"spare": made}, "validation_strategy": {"mine": made}, "model": {"mine": made}})
+    there = with_absolute_paths(build([nested("a.txt")], host.sections), host)
+    assert files_of(there) == {f"{here}/a.txt"}
+    monkeypatch.chdir("/")
+    again = evolve(there, directory=str(here))
+    assert with_absolute_paths(again, host) == again, "what a resumed run compares"
+    assert files_of(with_absolute_paths(changed(again, nested("b", here), host), host)) == {"/b"}
 
 
 def test_a_path_at_the_end_of_a_name_counts_from_there_as_well(here, monkeypatch):

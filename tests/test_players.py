@@ -11,7 +11,7 @@ from documents import ROOT
 
 import grpo_core
 import grpo_core as grpo
-from grpo_core.app.parts import Parts
+from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.tasks import Tasks, make_player
 from grpo_core.config import Config, TaskConfig
 from grpo_core.contracts.errors import ConfigError, GrpoError, PluginError
@@ -124,7 +124,7 @@ def started(tmp_path, code, **task):
     tasks = {"words": TaskConfig(env=f"{tmp_path}/env.py:Words", **task)}
 
     async def story():
-        around = Tasks.start(Parts(Config(tasks=tasks), host, trains=False))
+        around = Tasks.start(Config(tasks=tasks), host, LocalPlacement(host))
         async with around as running:
             return running.environments["words"].player
 

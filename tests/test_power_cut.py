@@ -70,7 +70,7 @@ def check(root, saved):
     assert found.step >= max(saved, default=0)
     step = found.step
     assert checkpoint.read_pipeline(found.directory).buffer.step == step
-    assert checkpoint.read_loader(found.directory, "task") == loader_at(step)
+    assert checkpoint.read_loaders(found.directory)["task"] == loader_at(step)
     weights = found.directory / "trainer" / "model.safetensors"
     assert weights.read_bytes() == b"weights of step %d" % step
     return step

@@ -14,7 +14,6 @@ from test_plugins import install, plugin  # noqa: F401
 
 from grpo_core.app.launch import configure
 from grpo_core.app.make import preflight
-from grpo_core.app.parts import Parts
 from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.plugins.host import PluginHost
 from grpo_plugin_devkit.modules import check_preflight
@@ -62,7 +61,7 @@ BUDGET = '''
 
 def checked(**table):
     config, host = configure([{"plugins": ["budget"], **table}], {})
-    return asyncio.run(preflight(Parts(config, host)))
+    return asyncio.run(preflight(config, host))
 
 
 def test_a_plugin_warns_of_a_run_or_refuses_it(install):  # noqa: F811
@@ -77,12 +76,10 @@ def test_a_check_is_called_once_what_it_needs_is_there(install, tmp_path):  # no
     install("budget", BUDGET.replace("def check(config, host):", "def check(config, model, host=None):"))
     assert checked(budget={}) == []
     config, host = configure([{"plugins": ["budget"], "budget": {}}], {})
-    assert asyncio.run(preflight(Parts(config, host), model=tmp_path)) == [
-        ("budget", "the run ends after 2 steps")
-    ]
+    assert asyncio.run(preflight(config, host, model=tmp_path)) == [("budget", "the run ends after 2 steps")]
     install("other", BUDGET.replace("def check(config, host):", "def check(config, plugins):"))
     with pytest.raises(PluginError, match=r"no run has its parameter 'plugins'; expected some of config, h"):
-        asyncio.run(preflight(Parts(*configure([{"plugins": ["other"]}], {}))))
+        asyncio.run(preflight(*configure([{"plugins": ["other"]}], {})))
 
 
 def test_a_check_that_fails_is_a_fault_of_its_plugin(install):  # noqa: F811

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.app.parts import Parts
+from grpo_core.app import making
 from grpo_core.config import build
 from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.contracts.records import Prompt, SampleRequest
@@ -231,13 +231,13 @@ def pick(loaders, request, *, first="a"):
 def test_a_plain_function_of_a_file_is_a_sampler(tmp_path):
     (tmp_path / "own.py").write_text(FUNCTION)
     chosen = {"name": f"{tmp_path}/own.py:pick", "options": {"first": "b"}}
-    parts = Parts(build([{"sampler": chosen}]), PluginHost.discover(()))
-    stream = PromptStream(sampler=parts.sampler, loaders=loaders(a=5, b=5), name="pick")
+    sampler = making.sampler(build([{"sampler": chosen}]), PluginHost.discover(()))
+    stream = PromptStream(sampler=sampler, loaders=loaders(a=5, b=5), name="pick")
     assert [prompt.environment for prompt in stream.draw(request(2))] == ["b", "b"]
     assert stream.state_dict() is None
-    wrong = Parts(build([{"sampler": {**chosen, "options": {"frist": "b"}}}]), PluginHost.discover(()))
+    wrong = build([{"sampler": {**chosen, "options": {"frist": "b"}}}])
     with pytest.raises(ConfigError, match=r"no parameter 'frist' for sampler\.options\.frist"):
-        assert wrong.sampler
+        making.sampler(wrong, PluginHost.discover(()))
 
 
 def test_a_loader_that_a_sampler_gets_can_be_copied():

@@ -21,12 +21,11 @@ from forks import grpo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_core.app.parts import Parts
+from grpo_core.app import making
 from grpo_core.config import Config, ModelConfig
 from grpo_core.contracts.errors import ModelError
 from grpo_core.contracts.tokens import as_ids
 from grpo_core.models.files import chat_template
-from grpo_core.plugins.host import PluginHost
 from grpo_core.text.rendering import Renderer
 
 PLAIN = (
@@ -487,7 +486,7 @@ def test_a_template_that_is_not_there_is_named_before_anything_starts(qwen3, tmp
 
 def test_variables_of_the_template_come_from_the_configuration(qwen3):
     config = Config(model=ModelConfig(chat_template_kwargs={"enable_thinking": False}))
-    renderer = Parts(config, PluginHost.discover([])).renderer(str(qwen3), [])
+    renderer = making.load_renderer(config.model, str(qwen3), [])
     assert renderer.render([user("hi")], generation=True).endswith("<think>\n\n</think>\n\n")
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_core.app.data import AT_ONCE
 from grpo_core.app.make import make
-from grpo_core.app.parts import Parts
+from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, RowOptions, TaskConfig, build
 from grpo_core.contracts.errors import CheckpointError, ConfigError, PluginError
@@ -336,7 +336,7 @@ def with_environment(env, path, look, **config):
     async def story():
         tasks = {"sums": TaskConfig(env=env, data=path, data_options=config)}
         host = PluginHost.discover()
-        around = Tasks.start(Parts(Config(tasks=tasks), host, trains=False))
+        around = Tasks.start(Config(tasks=tasks), host, LocalPlacement(host))
         async with around as started:
             prompts = (await started.prompts("train", MANY))["sums"]
             return await look(prompts, started.environments["sums"])

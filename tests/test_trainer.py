@@ -25,8 +25,8 @@ from safetensors.torch import load_file, save_file
 from scaled import KEYS, scaled
 from test_pipeline import Run
 
+from grpo_core.app import making
 from grpo_core.app.make import make
-from grpo_core.app.parts import Parts
 from grpo_core.config import (
     Config,
     EngineConfig,
@@ -1226,13 +1226,13 @@ def test_a_run_sends_weights_as_its_engine_of_training_holds_them(
     engine, *more = (EngineConfig(options={"dtype": dtype}) for dtype in engines)
     validation = ValidationConfig(every=1, engine=more[0] if more else None)
     config = Config(model=ModelConfig(path=model), engine=engine, validation=validation)
-    published = TorchTrainer(Parts(config, PluginHost.discover()).trainer_setup(model)).publish()
+    published = TorchTrainer(making.trainer_setup(config, PluginHost.discover(), model)).publish()
     assert {info.dtype for info in published.tensors} == {sent}
 
 
 def test_a_plugin_that_is_left_out_of_a_run_is_left_out_of_the_trainer(model: str, tmp_path: Path) -> None:
     host = PluginHost.discover(block=["math"])
-    given = Parts(Config(model=ModelConfig(path=model)), host).trainer_setup(model)
+    given = making.trainer_setup(Config(model=ModelConfig(path=model)), host, model)
     given = attrs.evolve(given, loss=LossConfig(name="math:loss"))
     with pytest.raises(PluginError, match=r"left out: plugin 'math' \(left out on request\)"):
         TorchTrainer(given)

@@ -10,7 +10,8 @@ import pytest
 from forks import grpo
 from parts_kept import check_transport
 
-from grpo_core.app.parts import Parts
+from grpo_core.app import making
+from grpo_core.app.placement import LocalPlacement
 from grpo_core.config import Config, EngineConfig
 from grpo_core.contracts.errors import GrpoError, PluginError
 from grpo_core.plugins import transports
@@ -120,10 +121,10 @@ def test_a_transport_that_is_not_installed_is_refused_with_the_command_that_inst
     with pytest.raises(
         PluginError, match="there is no transport 'collective': pip install grpo-plugin-scale"
     ):
-        assert Parts(config, host).transport()
+        assert making.transport_of(config.engine, None, host, LocalPlacement(host), "")
     config = Config(engine=EngineConfig(transport_options={"ports": [1, 2]}))
     with pytest.raises(PluginError, match=r"transport 'shm' .* has no option 'ports'"):
-        assert Parts(config, host).transport()
+        assert making.transport_of(config.engine, None, host, LocalPlacement(host), "")
 
 
 @pytest.mark.parametrize("name", ["shm", "cuda_ipc", "collective"])

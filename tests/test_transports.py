@@ -21,9 +21,9 @@ import torch
 from attrs import evolve
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from grpo_core.app.parts import Parts
+from grpo_core.app import making
 from grpo_core.app.placement import LocalPlacement
-from grpo_core.config import Config, EngineConfig, ValidationConfig
+from grpo_core.config import EngineConfig
 from grpo_core.contracts.errors import ConfigError, WeightSyncError
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.plugins.host import PluginHost
@@ -430,9 +430,7 @@ GPUS, TWO = EngineConfig(gpus_per_worker=1), EngineConfig(workers=2)
 
 def transport(engine, validation, placement, host):
     """The transport that a configuration with these sections gets."""
-    parts = Parts(Config(engine=engine, validation=ValidationConfig(engine=validation)), host)
-    parts.placement = placement
-    return parts.transport()
+    return making.transport_of(engine, validation, host, placement, "")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import forks
 import pytest
 
 import grpo_core as grpo
-from grpo_core.app.parts import Parts
+from grpo_core.app import making
+from grpo_core.app.make import make
 from grpo_core.config import ValidationConfig, build
 from grpo_core.contracts.events import Validated
 from grpo_core.contracts.records import Prompt, RunInfo
@@ -50,12 +51,10 @@ def measured(held_out, versions):
 
     async def story():
         played = []
-        parts = Parts(
-            build([{"model": {"path": "tiny"}, "tasks": {"sums": {"env": "math:sort"}}}]),
-            PluginHost.discover(),
-        )
+        table = {"model": {"path": "tiny"}, "tasks": {"sums": {"env": "math:sort"}}}
+        parts = make(build([table]), PluginHost.discover())
         engine = FakeEngine()
-        validation = parts.validation([held_out], engine, FakeRenderer(), last=9, emit=played.append)
+        validation = making.validation(parts, [held_out], engine, FakeRenderer(), last=9, emit=played.append)
         results = []
         for version in versions:
             engine.version = version

@@ -10,8 +10,9 @@ from forks import grpo
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_core.app import making
 from grpo_core.app.make import make
-from grpo_core.app.parts import Parts
+from grpo_core.app.making import Parts
 from grpo_core.config import ValidationConfig, build
 from grpo_core.contracts.errors import ConfigError, GrpoError
 from grpo_core.contracts.events import ValidationPlayed
@@ -198,7 +199,13 @@ def test_a_version_is_measured_by_what_is_due_and_all_transcripts_are_one_event(
     async def story():
         engine = FakeEngine()
         played = []
-        validation = Parts(build([SORT]), PluginHost.discover(None)).validation(
+        host = PluginHost.discover(None)
+        parts, made = Parts(build([SORT]), host), {"": ("greedy", {}), "bench": ("batched", {"n": 2})}
+        parts.strategies = {
+            key: host.make("validation_strategy", name, **options) for key, (name, options) in made.items()
+        }
+        validation = making.validation(
+            parts,
             [
                 held_out("", "sort", every=2, at_start=False),
                 held_out("bench", "bench", every=3, name="batched", options={"n": 2}),

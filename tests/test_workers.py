@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
+from grpo_core.app import making
 from grpo_core.app.make import make
-from grpo_core.app.parts import Parts
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.cli import _with_values
 from grpo_core.config import Config, EngineConfig, EnvironmentConfig, build
@@ -25,6 +25,7 @@ from grpo_core.contracts.records import (
 from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.engines.wrapped import BackgroundMetrics
 from grpo_core.environments.pool import EnvironmentPool
+from grpo_core.loop.agreement import Tolerance
 from grpo_core.plugins.host import PluginHost
 from grpo_core.storage.copies import Copies, mapped
 from grpo_core.testing import FakeEngine, FakeEnvironment, prompts, run
@@ -193,7 +194,7 @@ def test_one_worker_is_the_engine_itself_and_several_are_a_pool(tmp_path):
 
         def of(**changes):
             config = EngineConfig(name=f"{tmp_path}/fake.py:fake", **changes)
-            return Parts(Config(engine=config), host).engine(config, setup)
+            return making.engine(config, setup, host, LocalPlacement(host), tolerance=Tolerance())
 
         assert isinstance(of(), FakeEngine)
         pool = of(workers=2)
@@ -211,7 +212,7 @@ def test_one_worker_is_the_engine_itself_and_several_are_a_pool(tmp_path):
 def test_several_engines_without_their_plugin_are_answered_with_the_line_that_installs_it():
     wanted = r"engine\.workers = 2: several engines are a pool; .* pip install grpo-plugin-scale\."
     with pytest.raises(ConfigError, match=wanted):
-        Parts(Config(), PluginHost.discover([])).workers_of(EngineConfig(workers=2))
+        making.workers_of(EngineConfig(workers=2), PluginHost.discover([]))
 
 
 COUNTING = """
@@ -249,9 +250,8 @@ def test_an_engine_is_given_as_many_requests_at_once_as_the_user_allows(tmp_path
                 return made[-1]
 
         config = EngineConfig(name=f"{tmp_path}/counting.py:Counting", max_requests=3, workers=workers)
-        parts = Parts(Config(), host)
-        parts.placement = Recorded(host)
-        engine = parts.engine(config, parts.engine_setup(config, "m", logs=None, colocated=True))
+        setup = making.engine_setup(Config(), config, "m", logs=None, colocated=True, trains=True)
+        engine = making.engine(config, setup, host, Recorded(host), tolerance=Tolerance())
         await engine.update_weights(weights)
         answers = await engine.generate(requests)
         cancelled = asyncio.create_task(engine.generate(requests))
@@ -298,8 +298,8 @@ def test_cluster_options_are_errors_on_this_machine(engine):
 
 
 def test_an_engine_is_given_an_absolute_path_which_any_worker_can_look_up():
-    parts = Parts(Config(), PluginHost.discover([]))
-    setup = parts.engine_setup(EngineConfig(), "runs/a/model", logs=Path("runs/a/logs"), colocated=True)
+    named = {"logs": Path("runs/a/logs"), "colocated": True, "trains": True}
+    setup = making.engine_setup(Config(), EngineConfig(), "runs/a/model", **named)
     assert setup.model == f"{Path.cwd()}/runs/a/model"
     assert setup.log_directory == f"{Path.cwd()}/runs/a/logs"
 
@@ -313,8 +313,8 @@ def test_ray_stands_alone_or_with_an_address():
 
 def test_the_shortest_engine_bounds_the_rollouts_of_a_run(tmp_path):
     make_tiny_model(tmp_path / "m", (), width=16, layers=1, warm_start_steps=0)
-    parts, model = Parts(Config(), PluginHost.discover([])), str(tmp_path / "m")
-    longest = parts.renderer(model, [EngineConfig()]).context
+    section, model = Config().model, str(tmp_path / "m")
+    longest = making.load_renderer(section, model, [EngineConfig()]).context
     engines = [EngineConfig(options={"max_model_len": length}) for length in (longest - 40, longest - 90)]
-    assert parts.renderer(model, engines).context == longest - 90
-    assert parts.renderer(model, engines[:1]).context == longest - 40
+    assert making.load_renderer(section, model, engines).context == longest - 90
+    assert making.load_renderer(section, model, engines[:1]).context == longest - 40

@@ -15,25 +15,16 @@ from typing import Any
 
 from attrs import asdict, evolve, frozen
 
-from grpo_core.app import provenance
+from grpo_core.app import making, provenance
 from grpo_core.app.launch import Launch, changed_schedule, check_held, identity
 from grpo_core.app.make import interval_of, preflight
 from grpo_core.app.model_sources import ModelRequest, StartModel, fetched, with_max_tokens
-from grpo_core.app.parts import SYNC_ATTEMPTS, SYNC_GRACE, check_lengths, check_loaders, with_steps
 from grpo_core.app.prompts import judge_one_reply, short_enough
 from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import as_table
+from grpo_core.contracts import events
 from grpo_core.contracts.errors import ConfigError, describe, fault_of, wrong_input
-from grpo_core.contracts.events import (
-    ErrorRaised,
-    Event,
-    RunEnded,
-    RunStarted,
-    StepEnded,
-    Validated,
-    WarningRaised,
-)
 from grpo_core.contracts.incidents import report, reported_to
 from grpo_core.contracts.protocols import Tracker
 from grpo_core.contracts.records import Group, Prompt, Weights
@@ -126,12 +117,12 @@ async def train(
             emit(timeline.extended(step))
             interrupted, last = isinstance(error, asyncio.CancelledError), max(step, trackers.step)
             if not interrupted:
-                emit(ErrorRaised(step=last, message=describe(error), fault=fault_of(error)))
-            emit(RunEnded(step=last, reason="interrupted" if interrupted else "failed"))
+                emit(events.ErrorRaised(step=last, message=describe(error), fault=fault_of(error)))
+            emit(events.RunEnded(step=last, reason="interrupted" if interrupted else "failed"))
             raise
         else:
             emit(timeline.extended(step))
-            emit(RunEnded(step=step, reason=reason))
+            emit(events.RunEnded(step=step, reason=reason))
         finally:
             await trackers.close()
         trackers.check()
@@ -183,10 +174,13 @@ async def started(run: Launch) -> AsyncIterator[Pipeline]:
     run.trackers.status("starting the environments")
     importing = asyncio.create_task(asyncio.to_thread(_import_what_is_needed_soon))
     around = Tasks.start(
-        parts,
+        parts.config,
+        parts.plugins,
+        parts.placement,
         sets=parts.config.validation.due_sets,
         logs=directory.logs,
         tries=run.checkpoint is None,  # the rows of a resumed run are proved
+        workers=parts.ranks if parts.trainer_here is None else 0,
     )
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(parts.aclose)
@@ -204,38 +198,38 @@ async def started(run: Launch) -> AsyncIterator[Pipeline]:
         run.emit(_started(run, pipeline.buffer.statistics()))
         run.after.append(await asyncio.to_thread(warn_of_falls, run))
         for cause, message in run.warnings:
-            run.emit(WarningRaised(step=run.step, cause=cause, message=message))
+            run.emit(events.WarningRaised(step=run.step, cause=cause, message=message))
         for loader in run.tasks.loaders.values():
             loader.warn = lambda cause, message: run.emit(
-                WarningRaised(step=pipeline.buffer.step, cause=cause, message=message)
+                events.WarningRaised(step=pipeline.buffer.step, cause=cause, message=message)
             )
         for reason in run.checkpoint.passed_over if run.checkpoint else ():
             report("passed_over", "checkpoints", f"passed over {reason}")
         yield pipeline
 
 
-def warn_of_falls(run: Launch) -> Callable[[Event], None]:
+def warn_of_falls(run: Launch) -> Callable[[events.Event], None]:
     """Return a receiver of events that warns if held-out prompts get worse and training prompts do not."""
     trend = Trend()
     if run.checkpoint is not None:
         for row in metrics_rows(run.directory.path / "metrics.jsonl"):
             trend.observe(row["step"], {name: each for name, each in row.items() if each is not None})
 
-    def receive(event: Event) -> None:
+    def receive(event: events.Event) -> None:
         match event:
-            case StepEnded():
+            case events.StepEnded():
                 trend.observe(event.step, event.metrics)
-            case Validated():
+            case events.Validated():
                 found = trend.observe(event.version, validation_metrics(event.results))
                 for fall in filter(None, found.values()):
                     cause = f"held_out/{fall.task}"
-                    run.emit(WarningRaised(step=event.version, cause=cause, message=fall.message))
+                    run.emit(events.WarningRaised(step=event.version, cause=cause, message=fall.message))
 
     return receive
 
 
-def _started(context: Launch, buffer: BufferStatistics) -> RunStarted:
-    return RunStarted(
+def _started(context: Launch, buffer: BufferStatistics) -> events.RunStarted:
+    return events.RunStarted(
         step=context.step,
         directory=str(context.directory.path),
         config=as_table(context.parts.config),
@@ -249,16 +243,18 @@ def _started(context: Launch, buffer: BufferStatistics) -> RunStarted:
 async def _start(run: Launch) -> None:
     """Start the other parts of a run after its environments: first what costs little."""
     parts, tasks, config = run.parts, run.tasks, run.parts.config
-    devices = await asyncio.to_thread(lambda: parts.devices)
+    run.devices = devices = await asyncio.to_thread(
+        parts.placement.devices, parts.trainer_here, parts.engines, parts.ranks
+    )
     if devices.told:
         run.trackers.status(devices.told)
-    chosen = config.validation
+    held_out = config.validation
     run.prompts = await tasks.prompts("train", config.trainer.prompts_per_step)
-    run.held_out = await tasks.held_out(chosen, chosen.due_sets, config.tasks if chosen.every else ())
+    run.held_out = await tasks.held_out(held_out, held_out.due_sets, config.tasks if held_out.every else ())
     run.warnings += [note for data in tasks.data.values() for note in data.notes.items()]
-    check_loaders(config, tasks.loaders, parts.sampler)
+    making.check_loaders(config, tasks.loaders, parts.sampler)
     at_hand = {name: part for name, part in run.prompts.items() if name not in tasks.loaders}
-    await judge_one_reply(tasks.environments, at_hand, hints="hints" in parts.needs)
+    await judge_one_reply(tasks.environments, at_hand, hints="hints" in parts.loss.needs)
     await parts.data_plane.started()
     check_reader(parts.data_plane, config.data_plane.name)
     run.model = model = await _start_model(run)
@@ -268,7 +264,7 @@ async def _start(run: Launch) -> None:
     if config.rollout.max_tokens == 0:
         parts.config = config = with_max_tokens(config, model.max_tokens)
         run.directory.complete_config(config)
-    check_lengths(config.rollout, model.positions)
+    making.check_lengths(config.rollout, model.positions)
     early = model.prepare is None  # its tokenizer is here before the trainer has started
     if early:
         await _load_renderer(run)
@@ -279,22 +275,24 @@ async def _start(run: Launch) -> None:
             "instead of trainer.epochs"
         )
     sizes = {name: tasks.size(name, part) for name, part in run.prompts.items()}
-    parts.config = with_steps(config, sizes)
+    parts.config = making.with_steps(config, sizes)
     run.trackers.status(model.doing)
-    run.trainer = parts.trainer(
-        parts.trainer_setup(
-            model.path,
-            scores=scores,
-            prepare=model.prepare,
-            resume_from=str(run.checkpoint.directory) if run.checkpoint else None,
-            transport=parts.transport(),
-            env_vars=devices.trainer,
-            shares_gpu=bool(devices.shared),
-            profile=str(run.directory.profile),
-            log=str(run.directory.logs / "trainer.log"),
-        )
+    setup = making.trainer_setup(
+        parts.config,
+        parts.plugins,
+        model.path,
+        scores=scores,
+        prepare=model.prepare,
+        resume_from=str(run.checkpoint.directory) if run.checkpoint else None,
+        transport=parts.transport,
+        env_vars=devices.trainer,
+        shares_gpu=bool(devices.shared),
+        profile=str(run.directory.profile),
+        log=str(run.directory.logs / "trainer.log"),
     )
-    run.engines = parts.make_engines(model.path, run.directory.logs)
+    chosen = parts.config.trainer
+    run.trainer = parts.keep(parts.plugins.make("trainer", chosen.name, setup, **chosen.options))
+    run.engines = making.engines(parts, devices, model.path, run.directory.logs)
     await gather(each.started() for each in (run.trainer, *run.engines.values()) if hasattr(each, "started"))
     if not early:
         await _load_renderer(run)
@@ -304,14 +302,15 @@ async def _load_renderer(run: Launch) -> None:
     """Load the renderer, and keep the prompts that are short enough."""
     config, environments = run.parts.config, run.tasks.environments
     sections = [each for each in (config.engine, config.validation.engine) if each is not None]
-    run.renderer = await asyncio.to_thread(run.parts.renderer, run.model.path, sections)
+    run.renderer = await asyncio.to_thread(making.load_renderer, config.model, run.model.path, sections)
     most, loaders = config.rollout.max_prompt_tokens, run.tasks.loaders
     run.prompts, run.held_out, messages = await short_enough(
         most, run.prompts, run.held_out, environments, run.renderer, loaders
     )
     run.warnings += messages.items()
     run.warnings += await preflight(
-        run.parts,
+        config,
+        run.parts.plugins,
         renderer=run.renderer,
         held_out=run.held_out,
         prompts=run.prompts,
@@ -323,14 +322,14 @@ async def _connected(run: Launch) -> Pipeline:
     """Connect the started parts; restore them from the checkpoint of a resumed run."""
     parts, config, environments = run.parts, run.parts.config, run.tasks.environments
     prompts, held_out, renderer = run.prompts, run.held_out, run.renderer
-    for remark in parts.loss_remarks():
+    for remark in parts.remarks:
         if remark.costs:
             run.warnings.append(("off_policy", remark.message))
         else:
             run.trackers.status(remark.message)
     if run.checkpoint is not None and (changed := changed_schedule(run.checkpoint, config.trainer)):
         run.warnings.append(("schedule", changed))
-    buffer, ahead = parts.buffer(), run.tasks.loaders
+    buffer, ahead = making.buffer(config), run.tasks.loaders
     for loader in ahead.values():
         loader.status = run.trackers.status
         loader.slots = (config.pipeline.max_staleness + 1) * config.trainer.prompts_per_step
@@ -345,7 +344,9 @@ async def _connected(run: Launch) -> Pipeline:
             await gather(loader.first(1) for loader in loaders.values())
     engine = WeightsTrackingEngine(run.engines["engine"], partial(_check_held, run))
     own = run.engines.get("validation.engine")
-    validation = parts.validation(held_out, own or engine, renderer, emit=run.emit, last=config.trainer.steps)
+    validation = making.validation(
+        parts, held_out, own or engine, renderer, emit=run.emit, last=config.trainer.steps
+    )
     _restore(run, checkpoint.restore_validation, validation)
     if run.checkpoint is not None:
         validation.validated_version = checkpoint.validated_version(run.checkpoint)
@@ -360,21 +361,21 @@ async def _connected(run: Launch) -> Pipeline:
             emit=run.emit,
             last=config.trainer.steps,
             pauses=config.validation.pause,
-            deadline=SYNC_ATTEMPTS * section.deadline + SYNC_GRACE,
-            canary_tolerance=parts.canary_tolerance(section),
+            deadline=making.SYNC_ATTEMPTS * section.deadline + making.SYNC_GRACE,
+            canary_tolerance=making.canary_tolerance(config.health, section),
         )
         watch.append(validate.watch)
-    shared: list[Any] = [run.engines[key] for key in sorted(parts.devices.shared)]
+    shared: list[Any] = [run.engines[key] for key in sorted(run.devices.shared)]
     pipeline = Pipeline(
         buffer=buffer,
         prompts=stream,
         engine=engine,
-        playing=parts.playing(environments, renderer),
+        playing=making.playing(parts, environments, renderer),
         plane=parts.data_plane,
-        learning=parts.learning(),
+        learning=making.learning(config, parts.plugins),
         trainer=run.trainer,
-        checks=evolve(parts.checks(environments, prompts, renderer), watch=watch),
-        schedule=parts.schedule(began=run.began),
+        checks=evolve(making.checks(parts, environments, prompts, renderer), watch=watch),
+        schedule=making.schedule(config, began=run.began),
         emit=run.emit,
         flush=run.trackers.flush,
         readings=lambda: {
@@ -401,19 +402,19 @@ def _restore(run: Launch, restore: Callable[..., Iterable[str]], *parts: Any) ->
             run.trackers.status(f"resuming: {note}")
 
 
-def stop_at(goal: Goal, pipeline: Pipeline, seen: dict[str, float]) -> Callable[[Event], None]:
+def stop_at(goal: Goal, pipeline: Pipeline, seen: dict[str, float]) -> Callable[[events.Event], None]:
     """Return a receiver of events that stops the pipeline when the goal is reached.
 
     It keeps the metric's value in ``seen``: the newest one, or the first that reaches the goal.  It raises
     ConfigError if nothing measures the metric.
     """
 
-    def receive(event: Event) -> None:
+    def receive(event: events.Event) -> None:
         values = (
             event.metrics
-            if isinstance(event, StepEnded)
+            if isinstance(event, events.StepEnded)
             else validation_metrics(event.results)
-            if isinstance(event, Validated)
+            if isinstance(event, events.Validated)
             else {}
         )
         goal.check(values)
@@ -444,7 +445,7 @@ async def _start_model(run: Launch) -> StartModel:
         )
     )
     if start.prepare is None:  # it may have just been downloaded
-        run.warnings += await preflight(run.parts, model=Path(start.path))
+        run.warnings += await preflight(run.parts.config, run.parts.plugins, model=Path(start.path))
     return start
 
 
@@ -462,7 +463,7 @@ def _check_held(run: Launch, weights: Weights) -> None:
     if (found := run.checkpoint) is None:
         return
     try:
-        now = run.parts.published(run.engines["engine"], weights, weights.version)
+        now = making.published(run.parts.config, run.engines["engine"], weights, weights.version)
         check_held(run.directory.path, Published.read(found.directory / "trainer"), now)
     except BaseException:
         run.directory.take_back_config()
@@ -492,7 +493,7 @@ def _save(
             loaders=checkpoint.loader_states(loaders, cut["buffer"]),
             trackers=states,
             save_trainer=run.trainer.save,
-            published=before if weights is None else parts.published(engine, weights, version=step),
+            published=before if weights is None else making.published(parts.config, engine, weights, step),
             keep=keep if failure is None else None,
             spared=run.retention.spared,
         )

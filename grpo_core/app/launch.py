@@ -18,16 +18,10 @@ from typing import Any
 from attrs import define, evolve, field, frozen
 
 from grpo_core._version import __version__
-from grpo_core.app.make import made, preflight
-from grpo_core.app.model_sources import (
-    RUNS,
-    EvalTarget,
-    StartModel,
-    check_start,
-    start_digest,
-    without_overridden,
-)
-from grpo_core.app.parts import Parts, engine_dtype, intervals
+from grpo_core.app import making, model_sources
+from grpo_core.app.make import make, preflight
+from grpo_core.app.making import Parts
+from grpo_core.app.placement import Devices
 from grpo_core.app.provenance import file_hashes, located, with_absolute_paths
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, TrainerConfig, as_table, build, merge, replace_parts
@@ -64,13 +58,15 @@ def new_run(
     offers: Offers = NO_OFFERS,
 ) -> Launch:
     """Prepare a new run.  The arguments are those of ``configure``.  Raises GrpoError for wrong input."""
-    parts = made(_configured_parts(layers, changes, block, offers))
+    config, host, model = _configured([*layers, changes], block, offers)
+    parts = make(config, host, model=model)
     try:
-        warnings = _checked(parts)
-        config = with_absolute_paths(parts.config, parts.plugins, parts.config.directory)
-        parts.config = config = evolve(config, directory=parts.plugins.selection.directory)
+        warnings = _checked(config, host)
+        config = with_absolute_paths(config, host, config.directory)
+        parts.config = config = evolve(config, directory=host.selection.directory)
         if output is None:
-            output = unused(RUNS / ("+".join(config.tasks) + datetime.now().strftime("-%Y%m%d-%H%M%S")))
+            name = "+".join(config.tasks) + datetime.now().strftime("-%Y%m%d-%H%M%S")
+            output = unused(model_sources.RUNS / name)
         directory = RunDirectory.create(output, config)
     except BaseException:
         in_own_loop(parts.aclose())
@@ -107,7 +103,7 @@ def continued(
         if run.finished is None:  # otherwise no part starts
             if run.checkpoint is not None:
                 _check_states(run.checkpoint.directory, run.parts)
-            run.warnings = _checked(run.parts)
+            run.warnings = _checked(run.parts.config, run.parts.plugins)
         if run.before not in (None, run.parts.config):
             directory.replace_config(run.parts.config)
             if run.checkpoint is None:
@@ -130,31 +126,28 @@ def configure(
         block: plugins that are not to be loaded.
         offers: objects of the calling program.
     """
-    parts = _configured_parts(layers, changes, block, offers)
-    return parts.config, parts.plugins
+    config, host, _ = _configured([*layers, changes], block, offers)
+    return config, host
 
 
-def _configured_parts(
-    layers: Sequence[Mapping[str, Any]],
-    changes: Mapping[str, Any],
-    block: Sequence[str],
-    offers: Offers,
-    *,
-    trains: bool = True,
-) -> Parts:
-    """Do the same for ``made``; the model's source, which has the preset, is made already."""
-    given: dict[str, Any] = functools.reduce(merge, (*layers, changes), {})
+def _configured(
+    tables: Iterable[Mapping[str, Any]], block: Sequence[str], offers: Offers, *, trains: bool = True
+) -> tuple[Config, PluginHost, model_sources.StartModelSource | None]:
+    """Return the source of the model as well if it was made, since it has the preset."""
+    given: dict[str, Any] = functools.reduce(merge, tables, {})
     secrets.learn(given)
-    parts = Parts(*configured([given], block, offers), trains)
+    config, host = configured([given], block, offers)
     with wrong_input():
-        preset = {} if parts.text_engine else parts.model.preset
-    if preset:
-        parts.config = build([replace_parts(preset, given), given], parts.plugins.sections)
-    return parts
+        if making.text_engine_of(making.engines_of(config, trains=trains), host):
+            return config, host, None
+        model = model_sources.model_source(config.model, host)
+        if model.preset:
+            config = build([replace_parts(model.preset, given), given], host.sections)
+    return config, host, model
 
 
 def configure_target(
-    found: EvalTarget,
+    found: model_sources.EvalTarget,
     changes: Mapping[str, Any],
     block: Sequence[str] = (),
     offers: Offers = NO_OFFERS,
@@ -170,30 +163,29 @@ def configure_target(
 
     The other arguments are those of ``configure``.  Raises GrpoError for wrong input.
     """
-    own = without_overridden(found.table, changes, tasks=tasks)
+    own = model_sources.without_overridden(found.table, changes, tasks=tasks)
     if "directory" in own:  # a run's own paths count from it, and the given ones from here
         own = as_table(located(*configured([own], block, offers, stored=True), own["directory"]))
-    parts = _configured_parts([*below, own], changes, block, offers, trains=False)
-    here = "" if "directory" in own else parts.config.directory
-    parts.config = located(parts.config, parts.plugins, here)
-    return made(parts)
+    config, host, model = _configured([*below, own, changes], block, offers, trains=False)
+    config = located(config, host, "" if "directory" in own else config.directory)
+    return make(config, host, trains=False, model=model)
 
 
-def _checked(parts: Parts) -> list[tuple[str, str]]:
+def _checked(config: Config, host: PluginHost) -> list[tuple[str, str]]:
     """Check the model's files; return causes and messages of the plugins' warnings."""
-    check_model(parts)
+    check_model(config, host)
     with wrong_input():
-        return in_own_loop(preflight(parts))
+        return in_own_loop(preflight(config, host))
 
 
-def check_model(parts: Parts) -> list[str]:
+def check_model(config: Config, host: PluginHost) -> list[str]:
     """Return warnings about the files of a local model.
 
     Raises ModelError if they contradict each other.
     """
-    path = parts.config.model.path
-    directory = None if parts.plugins.offers("model", path) else directory_here(path)
-    found = [] if directory is None else in_own_loop(preflight(parts, model=directory))
+    path = config.model.path
+    directory = None if host.offers("model", path) else directory_here(path)
+    found = [] if directory is None else in_own_loop(preflight(config, host, model=directory))
     return [message for _, message in found]
 
 
@@ -286,7 +278,9 @@ class Launch:
     prompts: Mapping[str, Sequence[Prompt]] = field(init=False)
     """Training prompts by task."""
     held_out: Sequence[HeldOut] = field(init=False)
-    model: StartModel = field(init=False)
+    devices: Devices = field(init=False)
+    """The GPUs, once the placement is connected."""
+    model: model_sources.StartModel = field(init=False)
     renderer: Renderer = field(init=False)
     trainer: Trainer = field(init=False)
     engines: Mapping[str, Any] = field(init=False)
@@ -335,7 +329,7 @@ def _resumed(
             return left
     stored = with_absolute_paths(before, host, before.directory)
     config = with_absolute_paths(changed(stored, changes, host), host)
-    parts, edits = Parts(config, host), list(differences(as_table(before), as_table(config)))
+    edits = list(differences(as_table(before), as_table(config)))
     notes = [  # of a new table the given keys alone
         f"{key}: {shown(old)} -> {shown((isinstance(new, Mapping) and _at(changes, key)) or new)}"
         for key, old, new in edits
@@ -355,7 +349,7 @@ def _resumed(
             if finished is not None and finished.complete:
                 _check_nothing_is_ignored(edits, finished.told)
                 return left
-            _check_start(directory, state.run.start, parts)
+            _check_start(directory, state.run.start, config, host)
             _check_dtype(path, Published.read(found.directory / "trainer"), before, config)
             _check_staleness(path, state.buffer.ready, config.pipeline.max_staleness)
             notes += _warnings(path, state.run, config)
@@ -380,7 +374,7 @@ def _resumed(
         else:
             notes += [finished.told, "writing what its trackers write at the end, such as its page"]
     return Launch(
-        parts=parts if finished is not None else made(parts),
+        parts=Parts(config, host) if finished is not None else make(config, host),
         directory=directory,
         before=before,
         checkpoint=found,
@@ -412,7 +406,7 @@ def _finished(directory: RunDirectory, found: Found, config: Config) -> Finished
     else:
         steps = planned if chosen.epochs else chosen.steps
     last = found.step == planned == steps
-    due = any(each.due(found.step, last=steps) for each in intervals(config.validation))
+    due = any(each.due(found.step, last=steps) for each in making.intervals(config.validation))
     if last and (failed or (due and measured < found.step)):  # failed: perhaps before the last weight sync
         return None
     if found.step >= steps:
@@ -445,7 +439,7 @@ def identity(config: Config, start: Path) -> dict[str, Any]:
         "grpo_core": __version__,
         "fixed": _fixed(config),
         "schedule": _schedule(config.trainer),
-        "start": start_digest(start),
+        "start": model_sources.start_digest(start),
         "scores": _score_digests(config),
         "files": file_hashes(config),
     }
@@ -482,22 +476,22 @@ def _fixed(config: Config) -> dict[str, Any]:
     return {key: _at(table, key) for key in (*FIXED, *(section.fixed if section else ()))}
 
 
-def _check_start(run: RunDirectory, before: str, parts: Parts) -> None:
+def _check_start(run: RunDirectory, before: str, config: Config, host: PluginHost) -> None:
     """Reject other base weights under adapters, or as a score of a loss."""
-    config = parts.config
+    scores = making.scores_of(config, making.loss(config.loss, host))
     if model_section(config) is not None:
         why = "to which its adapters belong"
-    elif any(score.weights == "start" for score in parts.scores.values()):
+    elif any(score.weights == "start" for score in scores.values()):
         why = "with which its loss compares the policy"
     else:
         return
     made = (run.model / "config.json").exists()
-    check_start(run.path, before, run.model if made else directory_here(config.model.path), why)
+    model_sources.check_start(run.path, before, run.model if made else directory_here(config.model.path), why)
 
 
 def _check_dtype(path: Path, held: Published | None, before: Config, config: Config) -> None:
     """Reject changes by which weights would get another dtype; what "auto" means is known later."""
-    was, now = ((each.model.dtype, engine_dtype(each.engine)) for each in (before, config))
+    was, now = ((each.model.dtype, making.engine_dtype(each.engine)) for each in (before, config))
     if held is not None and was != now and now[0] != "auto":
         check_held(path, held, evolve(held, sent=published_dtype(*now)))
 
@@ -534,7 +528,7 @@ def _check_states(directory: Path, parts: Parts) -> None:
             chosen = validation.of_set(name) if name in validation.sets else None if name else validation
             if chosen is not None and chosen.name == strategy:
                 who = f"validation strategy {chosen.name!r}"
-                load_plugin_state(parts.strategy(chosen, name), who, saved)
+                load_plugin_state(parts.strategies[name], who, saved)
 
 
 def _check_staleness(path: Path, ready: Any, bound: int) -> None:
@@ -575,7 +569,7 @@ def _at(table: Any, key: str) -> Any:
 def _score_digests(config: Config) -> dict[str, str]:
     """Return the digests of the models that score, by the names of the scores."""
     return {
-        name: start_digest(directory_here(score.model))
+        name: model_sources.start_digest(directory_here(score.model))
         for name, score in config.scores.items()
         if score.model
     }

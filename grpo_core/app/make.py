@@ -17,14 +17,16 @@ from typing import Any, cast
 
 from attrs import evolve
 
+from grpo_core.app import making
 from grpo_core.app.data import check_data
-from grpo_core.app.model_sources import scoring_model
-from grpo_core.app.parts import Parts
+from grpo_core.app.making import Parts
+from grpo_core.app.model_sources import StartModelSource, model_source, scoring_model
 from grpo_core.config import TRUNCATIONS, Config, EnvironmentConfig, TaskConfig, ValidationConfig
 from grpo_core.config.idle import CLUSTER, MEASURED, WEIGHING, idle_keys
 from grpo_core.contracts.errors import ConfigError, PluginError, did_you_mean, plugin_errors, wrong_input
 from grpo_core.contracts.hookspecs import TrainerOffer
 from grpo_core.contracts.loss import score_names
+from grpo_core.contracts.protocols import ValidationStrategy
 from grpo_core.data.samplers import plugin_state
 from grpo_core.loop.endings import Goal
 from grpo_core.loop.metrics import COMPARED, names_of_tasks
@@ -51,19 +53,24 @@ def _stands_alone(name: str, host: PluginHost) -> bool:
         return False
 
 
-def make(config: Config, host: PluginHost, *, trains: bool = True) -> Parts:
+def make(
+    config: Config, host: PluginHost, *, trains: bool = True, model: StartModelSource | None = None
+) -> Parts:
     """Make the parts, to train or to play alone; close them if one of them cannot be made.
 
     The modules of the selected plugins are imported, except environments offered as a string: they may load
     only in their own process.  Raises ConfigError, PluginError or ModelError for the first invalid choice.
+
+    Args:
+        config: the whole configuration.
+        host: its plugins.
+        trains: whether the parts train.
+        model: the source that ``model.path`` names, if it has been made.
     """
-    return made(Parts(config, host, trains))
-
-
-def made(parts: Parts) -> Parts:
-    """Do the same with the parts of a configuration, some of which may have been made."""
+    parts = Parts(config, host, trains)
     with wrong_input():
         try:
+            parts.model = parts.keep(model or model_source(config.model, host))
             _make(parts)
         except BaseException:
             in_own_loop(parts.aclose())
@@ -72,42 +79,32 @@ def made(parts: Parts) -> Parts:
 
 
 def _make(parts: Parts) -> None:
-    config, host, trains = parts.config, parts.plugins, parts.trains
-    if not config.tasks and (trains or not config.validation.sets):
-        offered = sorted(f"{p.name}:{n}" for p in host.plugins for n in p.offers.get("environment", ()))
-        whole = [name for name in offered if trains and not name.endswith("*")]
-        first = next((name for name in whole if _stands_alone(name, host)), "")
-        proposed = f"try grpo-core train --env {first}; " if first else ""
-        raise ConfigError(
-            f"no task to {'train on' if trains else 'measure'}: give an environment with --env NAME, or "
-            f"[tasks.NAME] in CONFIG.toml; {proposed}installed: "
-            + (", ".join(offered) or "none (pip install grpo-plugin-math, for one)")
-        )
+    config, host, trains, validation = parts.config, parts.plugins, parts.trains, parts.config.validation
+    _check_tasks(config, host, trains=trains)
+    placement = host.make("placement", config.placement.name, host, **config.placement.options)
+    parts.placement = parts.keep(placement)
     for name, task in config.tasks.items():
-        check_task(f"tasks.{name}", task, parts)
+        check_task(f"tasks.{name}", task, config.environment, host, remote=placement.remote)
         check_data(f"tasks.{name}", name, task, host)
+    parts.sampler = parts.keep(making.sampler(config, host))
     plugin_state(parts.sampler, f"sampler {config.sampler.name!r}")  # or the first checkpoint would fail
-    known = {
-        "group_size": config.rollout.group_size,
-        "betas": config.trainer.betas,
-        "config": config,
-        "host": host,
-    }
-    for kind, name, options in config.choices():
-        if kind in CHECKED:
-            host.check_options(cast(Kind, kind), name, options)
-            if trains or kind != "trainer":
-                host.check_values(cast(Kind, kind), name, options, **known)
-    for engine in (config.engine, config.validation.engine):
+    _check_choices(config, host, trains=trains)
+
+    for engine in (config.engine, validation.engine):
         if engine is not None:
-            parts.workers_of(engine)
-    if trains and (key := parts.text_engine):
+            making.workers_of(engine, host)
+    parts.engines = making.engines_of(config, trains=trains)
+    parts.text_engine = key = making.text_engine_of(parts.engines, host)
+    if trains and key:
         raise ConfigError(
             f"{key}.name = {parts.engines[key].name!r}: this engine returns text, but training needs tokens "
             "and their logprobs; measure it with grpo-core validate, or choose an engine that holds the "
             "model's weights, such as local or vllm"
         )
-    parts.loss_remarks()
+
+    parts.loss = making.loss(config.loss, host)
+    parts.remarks = making.remarks_about(parts.loss, config.trainer, config.pipeline)
+    parts.scores = making.scores_of(config, parts.loss)
     _check_scores(parts)
     if (section := model_section(config)) is not None:
         section.check(config)
@@ -120,24 +117,72 @@ def _make(parts: Parts) -> None:
         rate(config.trainer, step)
     _check_best(config)
     _check_goal(config)
-    _check_idle(parts)
-    parts.shaping()
-    # with sets, a key of [validation] may be meant for the strategy of one of them
-    keys = {} if config.validation.sets else _truncations(config.validation)
-    _check_strategy(config.validation, parts, keys)
-    for name in config.validation.sets:
-        _check_set(name, parts)
+    _check_idle(config, host, remote=placement.remote)
+    making.shaping_of(config, host)
+
+    parts.strategies = strategies = {}
+    for name in ("", *validation.sets):
+        if name:
+            _check_set(name, parts)
+        chosen = validation.of_set(name) if name else validation
+        strategy = host.make("validation_strategy", chosen.name, **chosen.options)
+        strategies[name] = parts.keep(strategy)
+        _check_strategy(strategy, name, validation)
     check_trackers(config.tracking, host)
-    _check_placement(parts)
+
+    place, parts.ranks = making.place_of_trainer(config.trainer, host), making.ranks_of(config, host)
+    parts.trainer_here = config.trainer if trains and not place else None
+    placement.check(parts.trainer_here, parts.engines, parts.ranks)
+    if trains:
+        if place and place != config.placement.name:
+            raise ConfigError(
+                f'trainer.name = "{config.trainer.name}" runs in the workers of placement.name = '
+                f'"{place}", but placement.name is "{config.placement.name}"; set it to "{place}"'
+            )
+        plane = host.make("data_plane", config.data_plane.name, placement, **config.data_plane.options)
+        parts.data_plane = parts.keep(plane)
+        check_reader(plane, config.data_plane.name)
+    own = validation.engine if validation.measures else None
+    parts.transport = making.transport_of(config.engine, own, host, placement, place)
     parts.model.check()
     chat_template(config.model.chat_template)
     check_response_format(config.model.response_format)
 
 
+def _check_tasks(config: Config, host: PluginHost, *, trains: bool) -> None:
+    """Raise ConfigError if there is nothing to train on, or to measure."""
+    if config.tasks or (config.validation.sets and not trains):
+        return
+    offered = sorted(f"{p.name}:{n}" for p in host.plugins for n in p.offers.get("environment", ()))
+    whole = [name for name in offered if trains and not name.endswith("*")]
+    first = next((name for name in whole if _stands_alone(name, host)), "")
+    proposed = f"try grpo-core train --env {first}; " if first else ""
+    raise ConfigError(
+        f"no task to {'train on' if trains else 'measure'}: give an environment with --env NAME, or "
+        f"[tasks.NAME] in CONFIG.toml; {proposed}installed: "
+        + (", ".join(offered) or "none (pip install grpo-plugin-math, for one)")
+    )
+
+
+def _check_choices(config: Config, host: PluginHost, *, trains: bool) -> None:
+    """Raise PluginError for a name that nothing offers, or wrong options."""
+    known = {
+        "group_size": config.rollout.group_size,
+        "betas": config.trainer.betas,
+        "config": config,
+        "host": host,
+    }
+    for kind, name, options in config.choices():
+        if kind in CHECKED:
+            host.check_options(cast(Kind, kind), name, options)
+            if trains or kind != "trainer":
+                host.check_values(cast(Kind, kind), name, options, **known)
+
+
 def _check_scores(parts: Parts) -> None:
     """Raise ConfigError if loss, scores and trainer do not fit, ModelError if a score's model is none."""
     config, scores, loss = parts.config, parts.scores, f"the loss {parts.config.loss.name!r}"
-    needed = score_names(parts.needs)
+    needed = score_names(parts.loss.needs)
     if idle := sorted(config.scores.keys() - set(needed)):
         reads = ", ".join(needed) or "no score"
         raise ConfigError(f"[scores.{idle[0]}] does nothing: with its options {loss} reads {reads}")
@@ -225,7 +270,7 @@ def _check_set(name: str, parts: Parts) -> None:
     """Raise ConfigError or PluginError if a validation set cannot be measured."""
     config, validation = parts.config, parts.config.validation
     key = f"validation.sets.{name}"
-    chosen, resolved = validation.sets[name], validation.of_set(name)
+    chosen = validation.sets[name]
     if name in config.tasks:
         raise ConfigError(
             f"{key}: {name!r} is the name of a task, which [validation] measures under that name; give the "
@@ -241,23 +286,24 @@ def _check_set(name: str, parts: Parts) -> None:
             "`grpo-core validate` should measure it"
         )
     for environment in validation.environments([name]).values():
-        check_task(key, environment, parts)
+        check_task(key, environment, config.environment, parts.plugins, remote=parts.placement.remote)
         check_data(key, name, environment, parts.plugins)
-    own = {key: value for key, value in _truncations(resolved).items() if getattr(chosen, key) is not None}
-    _check_strategy(resolved, parts, own, name)
 
 
-def _check_strategy(
-    validation: ValidationConfig, parts: Parts, keys: Mapping[str, float], of_set: str = ""
-) -> None:
-    """Raise ConfigError or PluginError if a strategy cannot be made, or ignores some of its ``keys``."""
-    strategy = parts.strategy(validation, of_set)
+def _check_strategy(strategy: ValidationStrategy, of_set: str, validation: ValidationConfig) -> None:
+    """Raise ConfigError or PluginError if a strategy has no state, or ignores keys of its section.
+
+    With sets, a key of [validation] may be meant for the strategy of one of them.
+    """
+    own, chosen = (validation.sets[of_set], validation.of_set(of_set)) if of_set else (None, validation)
     section = f"validation.sets.{of_set}" if of_set else "validation"
-    plugin_state(strategy, f"validation strategy {validation.name!r}")
+    plugin_state(strategy, f"validation strategy {chosen.name!r}")
+    keys = {} if validation.sets and own is None else _truncations(chosen)
+    keys = {key: value for key, value in keys.items() if own is None or getattr(own, key) is not None}
     if keys and getattr(strategy, "temperature", None) == 0:
         key, value = next(iter(keys.items()))
         raise ConfigError(
-            f"{section}.{key} = {value:g} does nothing with {section}.name = {validation.name!r}, which "
+            f"{section}.{key} = {value:g} does nothing with {section}.name = {chosen.name!r}, which "
             'takes the likeliest token: choose a strategy that samples, such as "pipelined", or leave out '
             f"{key}"
         )
@@ -269,25 +315,11 @@ def _truncations(validation: ValidationConfig) -> dict[str, float]:
     return {key: value for key in TRUNCATIONS if (value := getattr(validation, key)) != getattr(usual, key)}
 
 
-def _check_placement(parts: Parts) -> None:
-    parts.placement.check(parts.trainer_here, parts.engines, parts.ranks)
-    if parts.trains:
-        needed, chosen = parts.place_of_trainer, parts.config.placement.name
-        if needed and needed != chosen:
-            raise ConfigError(
-                f'trainer.name = "{parts.config.trainer.name}" runs in the workers of placement.name = '
-                f'"{needed}", but placement.name is "{chosen}"; set it to "{needed}"'
-            )
-        check_reader(parts.data_plane, parts.config.data_plane.name)
-    parts.transport()
-
-
-def _check_idle(parts: Parts) -> None:
+def _check_idle(config: Config, host: PluginHost, *, remote: bool) -> None:
     """Raise ConfigError for changed keys without effect."""
-    config, host = parts.config, parts.plugins
     sampler = inspect.signature(host.factory("sampler", config.sampler.name)).parameters
     holds = {
-        CLUSTER: parts.placement.remote,
+        CLUSTER: remote,
         WEIGHING: "weights" in sampler,
         MEASURED: config.validation.measures,
     }
@@ -304,12 +336,14 @@ def of_task(config: EnvironmentConfig, task: TaskConfig) -> EnvironmentConfig:
     return evolve(config, python=task.python or config.python, env_vars={**config.env_vars, **task.env_vars})
 
 
-def check_task(key: str, task: TaskConfig, parts: Parts) -> None:
+def check_task(
+    key: str, task: TaskConfig, environment: EnvironmentConfig, host: PluginHost, *, remote: bool = False
+) -> None:
     """Raise ConfigError or PluginError if the environment of a task or of a set cannot be made.
 
     Another interpreter's packages are known only when the environment starts there.
     """
-    own, host, remote = of_task(parts.config.environment, task), parts.plugins, parts.placement.remote
+    own = of_task(environment, task)
     if host.of_program(task.env):
         if remote or own.python:
             where = "a worker of the cluster" if remote else f"the interpreter {own.python}"
@@ -341,17 +375,19 @@ STAGES = (("config", "host"), ("model",), ("renderer", "held_out", "prompts", "e
 """Parameters that are known before anything starts, when the model is here, and before the first rollout."""
 
 
-async def preflight(parts: Parts, **there: Any) -> list[tuple[str, str]]:
+async def preflight(config: Config, host: PluginHost, **there: Any) -> list[tuple[str, str]]:
     """Call the checks of a stage off the event loop; return causes and messages of their warnings.
 
     A text without a cause has the name of its check.  Checks may be async.  Raises GrpoError.
 
     Args:
-        there: what is there of the stage; nothing: ``config`` and ``host`` alone.
+        config: of the run.
+        host: its plugins, which have the checks.
+        there: what else is there at this stage.
     """
     warnings: list[tuple[str, str]] = []
-    known = {"config": parts.config, "host": parts.plugins, **there}
-    offers = [(p, *each) for p in parts.plugins.plugins for each in p.offers.get("preflight", {}).items()]
+    known = {"config": config, "host": host, **there}
+    offers = [(p, *each) for p in host.plugins for each in p.offers.get("preflight", {}).items()]
     for plugin, name, offer in offers:
         selected = Selected("preflight", name, plugin, offer)
         check = selected.load()

@@ -58,8 +58,6 @@ TOGETHER = 64
 """Number of prompts to encode before the event loop runs again."""
 _SHORT = {"role": "user", "content": "?"}
 
-NO_LOADERS: Mapping[str, LookAhead] = MappingProxyType({})
-
 
 async def left_out(
     what: str, prompts: Sequence[Prompt], most: int, renderer: Renderer, tools: Tools = ()
@@ -94,7 +92,7 @@ async def short_enough(
     held_out: Sequence[HeldOut],
     environments: Mapping[str, EnvironmentClient],
     renderer: Renderer,
-    loaders: Mapping[str, LookAhead] = NO_LOADERS,
+    loaders: Mapping[str, LookAhead] = MappingProxyType({}),
 ) -> tuple[Mapping[str, Sequence[Prompt]], Sequence[HeldOut], dict[str, str]]:
     """Return the prompts with at most ``most`` tokens (0: all), and messages about the others, by cause.
 
@@ -105,34 +103,23 @@ async def short_enough(
     messages: dict[str, str] = {}
     if not most:
         return prompts, held_out, messages
-
-    async def kept(
-        prompts: Mapping[str, Sequence[Prompt]],
-        environments: Mapping[str, EnvironmentClient],
-        who: str,
-        cause: str,
-        loaders: Mapping[str, LookAhead] = NO_LOADERS,
-    ) -> dict[str, Sequence[Prompt]]:
-        left = dict(prompts)
-        for name, own in prompts.items():
-            if not own or environments[name].player is not None:
+    parts = [("task", "prompts_left_out", prompts, environments)]
+    parts += [("validation of", "held_out_left_out", one.prompts, one.environments) for one in held_out]
+    kept = [dict(own) for _, _, own, _ in parts]
+    for left, (who, cause, given, there) in zip(kept, parts, strict=True):
+        for name, each in given.items():
+            if not each or there[name].player is not None:
                 continue
-            tools = await shown_tools(environments[name], own)
-            if name in loaders:
+            tools = await shown_tools(there[name], each)
+            if given is prompts and name in loaders:
                 loaders[name].keep(partial(_fits, most, renderer, tools))
-                left[name] = await loaders[name].first(len(own))
+                left[name] = await loaders[name].first(len(each))
                 continue
-            left[name], message = await left_out(f"{who} {name!r}", own, most, renderer, tools)
+            left[name], message = await left_out(f"{who} {name!r}", each, most, renderer, tools)
             if message:
                 messages[f"{cause}/{name}"] = f"{who} {name!r}: {message}"
-        return left
-
-    left = await kept(prompts, environments, "task", "prompts_left_out", loaders)
-    parts = [
-        evolve(one, prompts=await kept(one.prompts, one.environments, "validation of", "held_out_left_out"))
-        for one in held_out
-    ]
-    return left, parts, messages
+    own, *sets = kept
+    return own, [evolve(one, prompts=left) for one, left in zip(held_out, sets, strict=True)], messages
 
 
 def _fits(most: int, renderer: Renderer, tools: Tools, prompt: Prompt) -> bool:

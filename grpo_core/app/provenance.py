@@ -1,7 +1,8 @@
 """The files that a configuration names, from any directory, and the software that a run uses.
 
-Paths in the options of plugins are stored as absolute; those within tables of options count from the
-directory in which the run was started (``plugins.values``).
+Paths in the options of plugins are stored as absolute.  What only another process knows as a path is stored
+as absolute if it begins with ``./`` or ``../``; otherwise it counts from the directory of the run
+(``plugins.values``).
 ``provenance.jsonl`` in the directory of a run has a line for each start, so it shows a resume with other
 versions.
 """
@@ -49,24 +50,40 @@ def with_absolute_paths(config: Config, host: PluginHost, directory: str = "") -
 
 
 def located(config: Config, host: PluginHost, directory: str = "") -> Config:
-    """Return the configuration with these paths absolute, except those of the models of scores.
-
-    Environments that may be loadable only in their own process keep the paths in their options as they are;
-    these count from the directory of the run.
-    """
+    """Return the configuration with these paths absolute, except those of the models of scores."""
     found = build([_absolute(as_table(config))], host.sections)
     tasks = [*found.tasks.values(), *found.validation.environments(found.validation.sets).values()]
     elsewhere = {task.env for task in tasks if task.python or found.environment.python}
-    for kind, name, options in found.choices():
-        if name in elsewhere or not any(isinstance(each, (str, list)) for each in options.values()):
+    choices = list(found.choices())
+    tables = [options for _, name, options in choices if name not in elsewhere]
+    for table in (*tables, *(each.values for each in found.sections)):
+        choices += _environments(table, host)
+    for kind, name, options in choices:
+        if not any(isinstance(each, (str, list)) for each in options.values()):
             continue
         with suppress(GrpoError):  # reported when it is made
             selected = host.find(cast(Kind, kind), name)
-            if kind != "environment" or not isinstance(selected.offer.factory, str):
+            if kind == "environment" and (name in elsewhere or isinstance(selected.offer.factory, str)):
+                for key, each in options.items():
+                    if isinstance(each, str) and each.startswith(("./", "../")):
+                        options[key] = absolute(each, directory)
+            else:
                 options.update(with_paths(selected.load(), options, directory, str))
     if host.offers("model", config.model.path):
         return evolve(found, model=evolve(found.model, path=config.model.path))
     return found
+
+
+def _environments(value: Any, host: PluginHost) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield the environments within options: ``options`` beside a name, as of the parts of a reward."""
+    if not isinstance(value, Mapping):
+        return
+    for each in value.values():
+        yield from _environments(each, host)
+        if isinstance(each, str) and isinstance(options := value.get("options"), dict):
+            place = in_file(each)
+            if place[0].is_file() if place else host.offers("environment", each):
+                yield "environment", each, options
 
 
 def _absolute(value: Any, *place: str) -> Any:
@@ -94,25 +111,20 @@ def _absolute(value: Any, *place: str) -> Any:
 
 def plugin_files(config: Config) -> set[Path]:
     """Return the files of the plugins that are not installed."""
-    chosen = list(config.choices())
-    # these may name others
-    several: list[Mapping[str, Any]] = [options for kind, _, options in chosen if kind == "environment"]
-    several += [each.values for each in config.sections]
-    names = [one.data for one in config.validation.sets.values()]
-    names += [config.trainer.lr_schedule, *(name for _, name, _ in chosen)]
-    names += [text for options in several for text in _texts(options) if Path(text).is_absolute()]
-    words = [Path(word) for name in names if in_file(name) is None for word in name.partition(":")[2].split()]
+    names = [name for _, name, _ in config.choices() if in_file(name) is None]
+    words = [Path(word) for name in names for word in name.partition(":")[2].split()]
     programs = {word for word in words if word.is_absolute() and os.path.isfile(word)}
-    return {place[0] for name in names if (place := in_file(name))} | programs
+    files = {place[0] for text in _texts(as_table(config)) if (place := in_file(text))}
+    return {file for file in files if file.is_absolute()} | programs
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts in an environment's options that may be names of other environments."""
-    if isinstance(value, str) and in_file(value):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
+    """Yield the texts in a value of the configuration, which may be names of offers, and its keys."""
+    if isinstance(value, Mapping | list):
+        for each in [*value, *(value.values() if isinstance(value, Mapping) else ())]:
             yield from _texts(each)
+    elif isinstance(value, str):
+        yield value
 
 
 def _absolute_name(name: str, *, agent: bool = False) -> str:

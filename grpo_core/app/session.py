@@ -14,18 +14,10 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from grpo_core.app import provenance
+from grpo_core.app import making, model_sources, provenance
 from grpo_core.app.launch import configure_target, new_directory, unused
 from grpo_core.app.make import preflight
-from grpo_core.app.model_sources import (
-    RUNS,
-    EvalTarget,
-    ModelRequest,
-    StartModel,
-    find_target,
-    with_max_tokens,
-)
-from grpo_core.app.parts import Parts, sampling_params
+from grpo_core.app.making import Parts
 from grpo_core.app.prompts import short_enough
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, ValidationConfig, as_toml
@@ -72,7 +64,8 @@ class Session:
             raise ConfigError(f"name one of the tasks {', '.join(self.environments)}")
         if task is not None and task not in self.environments:
             raise ConfigError(f"there is no task {task!r}; there are {', '.join(self.environments)}")
-        return await self._tasks.prompts_of(task or next(iter(self.environments)), split)
+        name = task or next(iter(self.environments))
+        return (await self._tasks.prompts(split, tasks=[name]))[name]
 
     async def play(
         self,
@@ -99,7 +92,7 @@ class Session:
                     f"prompt {prompt.id!r} is of task {prompt.environment!r}, and this session has "
                     f"{', '.join(self.environments)}; play the prompts that session.prompts() returns"
                 )
-        sampling = sampling_params(self.config.rollout)
+        sampling = making.sampling_params(self.config.rollout)
         if temperature is not None:
             sampling = evolve(sampling, temperature=temperature)
 
@@ -127,7 +120,7 @@ class Session:
 @contextlib.asynccontextmanager
 async def start_session(
     parts: Parts,
-    target: EvalTarget,
+    target: model_sources.EvalTarget,
     status: Callable[[str], None],
     *,
     sets: Sequence[str] = (),
@@ -147,7 +140,9 @@ async def start_session(
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(reported_to(lines_of_incidents(status)))
         status("starting the environments")
-        tasks = await stack.enter_async_context(Tasks.start(parts, sets=sets))
+        tasks = await stack.enter_async_context(
+            Tasks.start(parts.config, parts.plugins, parts.placement, sets=sets)
+        )
         stack.push_async_callback(parts.aclose)
         if look is not None:
             await look(tasks)
@@ -155,16 +150,16 @@ async def start_session(
         renderer: protocols.Renderer
         if parts.text_engine:
             (section,) = parts.engines.values()
-            setup = parts.engine_setup(section, "", logs=None, colocated=False)
+            setup = making.engine_setup(parts.config, section, "", logs=None, colocated=False, trains=False)
             renderer = TextRenderer()
             hosted: Any = parts.plugins.make("engine", section.name, setup, **section.options)
             engine = PlayingText(hosted, renderer)
             stack.push_async_callback(engine.aclose)
         else:
-            start = StartModel(path=str(target.model))
+            start = model_sources.StartModel(path=str(target.model))
             if target.model is None:
                 start = await _start_model(parts, tasks, stack, status)
-            parts.config = with_max_tokens(parts.config, start.max_tokens)
+            parts.config = model_sources.with_max_tokens(parts.config, start.max_tokens)
             engine, renderer = await _start_engine(parts, target, Path(start.path), stack, status)
         yield Session(
             config=parts.config,
@@ -177,7 +172,7 @@ async def start_session(
 
 async def _start_engine(
     parts: Parts,
-    target: EvalTarget,
+    target: model_sources.EvalTarget,
     path: Path,
     stack: contextlib.AsyncExitStack,
     status: Callable[[str], None],
@@ -187,14 +182,14 @@ async def _start_engine(
     from grpo_core.weights.shm import SharedMemoryWriter
 
     config, (section,) = parts.config, parts.engines.values()
-    for _, odd in await preflight(parts, model=path):
+    for _, odd in await preflight(config, parts.plugins, model=path):
         status(f"warning: {odd}")
-    await asyncio.to_thread(lambda: parts.devices)  # may import torch
-    (engine,) = parts.make_engines(str(path)).values()
+    devices = await asyncio.to_thread(parts.placement.devices, None, parts.engines)  # may import torch
+    (engine,) = making.engines(parts, devices, str(path)).values()
     if hasattr(engine, "started"):
         await engine.started()
     status("loading the model")
-    renderer = await asyncio.to_thread(parts.renderer, str(path), [section])
+    renderer = await asyncio.to_thread(making.load_renderer, config.model, str(path), [section])
     writer = SharedMemoryWriter()
     stack.callback(lambda: writer)  # keeps the written weights, also for an engine that restarts
     tensors, base, dtype = await asyncio.to_thread(saved_tensors, path, target.adapters, config)
@@ -207,7 +202,7 @@ async def _start_engine(
 
 async def _start_model(
     parts: Parts, tasks: Tasks, stack: contextlib.AsyncExitStack, status: Callable[[str], None]
-) -> StartModel:
+) -> model_sources.StartModel:
     """Return the initial model, which is made if necessary; a made one is removed with the stack."""
     from grpo_core.processes import cpu
 
@@ -216,7 +211,7 @@ async def _start_model(
     def show(message: str, part: float | None = None) -> None:
         status(message)
 
-    request = ModelRequest(
+    request = model_sources.ModelRequest(
         directory=Path(scratch) / "model",
         prompts=partial(tasks.prompts, "train"),
         environments=tasks.environments,
@@ -244,7 +239,7 @@ class Measurement:
     """The configuration of all tasks."""
     parts: Parts
     """The parts of the tasks to measure."""
-    target: EvalTarget
+    target: model_sources.EvalTarget
     only: Sequence[str]
     directory: Path
     """New directory of the results."""
@@ -315,7 +310,7 @@ class Measurement:
             if isinstance(renderer, Renderer):  # a model's renderer
                 most = config.rollout.max_prompt_tokens
                 _, found, messages = await short_enough(most, {}, found, {}, renderer)
-                odd = await preflight(parts, renderer=renderer, held_out=found)
+                odd = await preflight(config, parts.plugins, renderer=renderer, held_out=found)
                 for _, message in [*messages.items(), *odd]:
                     status(message)
             for part in found:
@@ -323,7 +318,7 @@ class Measurement:
                 if there < wanted != ValidationConfig().prompts:  # somebody has chosen it
                     status(f"validation.prompts = {wanted}: there are {there}, and all of them are measured")
             status("validating")
-            validation = parts.validation(found, session.engine, renderer, emit=emit)
+            validation = making.validation(parts, found, session.engine, renderer, emit=emit)
             return await validation.measure(self.target.version, validation.parts)
 
 
@@ -351,7 +346,7 @@ def prepare(
         offers: objects of the calling program.
     """
     with wrong_input():
-        chosen = find_target(target, changes.get("plugins"), block, step)
+        chosen = model_sources.find_target(target, changes.get("plugins"), block, step)
     parts = configure_target(chosen, changes, block, offers, tasks=tasks)
     config = parts.config
     engine = (config.validation.engine or config.engine).name
@@ -368,11 +363,11 @@ def prepare(
             f"--only {unknown[0]}: is neither a task nor a validation set; expected one of {', '.join(known)}"
         )
     if chosen.model is not None:
-        in_own_loop(preflight(parts, model=chosen.model))
+        in_own_loop(preflight(config, parts.plugins, model=chosen.model))
     if output is None:
         now = datetime.now().strftime("%Y%m%d-%H%M%S")
         in_run = Path(target, "validated", now) if target and Path(target, CONFIG).is_file() else None
-        of_model = RUNS / f"{'+'.join(config.tasks or config.validation.sets)}-validated-{now}"
+        of_model = model_sources.RUNS / f"{'+'.join(config.tasks or config.validation.sets)}-validated-{now}"
         output = unused(in_run or of_model)
     if only and chosen.model is not None:  # or the model may be made from the prompts of all tasks
         needed = {*only, *(one.task for name, one in config.validation.sets.items() if name in only)}

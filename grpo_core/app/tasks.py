@@ -11,10 +11,11 @@ from typing import Any
 
 from attrs import evolve, frozen
 
+from grpo_core.app import making
 from grpo_core.app.data import TaskData
 from grpo_core.app.make import of_task
-from grpo_core.app.parts import Parts
-from grpo_core.config import TaskConfig, ValidationConfig
+from grpo_core.app.placement import Placement
+from grpo_core.config import Config, TaskConfig, ValidationConfig
 from grpo_core.contracts.errors import ConfigError, PluginError, SelectionError, plugin_errors
 from grpo_core.contracts.playing import Player, PlayerSetup
 from grpo_core.contracts.records import Prompt
@@ -47,34 +48,44 @@ class Tasks:
     @contextlib.asynccontextmanager
     async def start(
         cls,
-        parts: Parts,
+        config: Config,
+        host: PluginHost,
+        placement: Placement,
         *,
         sets: Collection[str] = (),
         logs: Path | None = None,
         tries: bool = False,
+        workers: int = 0,
     ) -> AsyncIterator[Tasks]:
         """Connect the placement, start all environments together, and end both with the block.
 
         Args:
+            config: has the tasks.
+            host: its plugins.
+            placement: of the environments.
             sets: names of validation sets whose own environments start as well.
             logs: directory of the log files.
             tries: whether streams are tried before they are used.
+            workers: number of the placement's workers in which a trainer runs.
         """
-        config = parts.config
         tasks, of_sets = config.tasks, config.validation.environments(sets)
         every = {**tasks, **of_sets}
-        ranks = parts.ranks if parts.trains and parts.place_of_trainer else 0
-        wanted = config.engine.workers + (config.environment.workers or 1) * len(every) + ranks
-        with parts.placement.connected(wanted):
+        workers += config.engine.workers + (config.environment.workers or 1) * len(every)
+        async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(placement.connected(workers))
+            files = {name: logs / f"environment-{name}.log" if logs else None for name in every}
             environments = {
-                name: make_environment(name, task, parts, logs / f"environment-{name}.log" if logs else None)
+                name: make_environment(name, task, config, host, placement, files[name])
                 for name, task in every.items()
             }
+            stack.push_async_callback(
+                lambda: asyncio.gather(*(each.aclose() for each in environments.values()))
+            )
             data = {
                 name: TaskData.of(
                     name,
                     task,
-                    parts.plugins,
+                    host,
                     environments[name],
                     seed=config.seed,
                     deadline=config.environment.start_deadline,
@@ -83,21 +94,31 @@ class Tasks:
                 )
                 for name, task in every.items()
             }
-            try:
-                await gather(environment.start() for environment in environments.values())
-                async with _playing(every, environments, parts):
-                    yield cls(
-                        environments={name: environments[name] for name in tasks},
-                        of_sets={name: environments[name] for name in of_sets},
-                        data=data,
-                        seed=config.seed,
-                    )
-                for environment in environments.values():
-                    environment.check_combine()
-            finally:
-                for each in data.values():
-                    each.close()
-                await asyncio.gather(*(environment.aclose() for environment in environments.values()))
+            for each in data.values():
+                stack.callback(each.close)
+            await gather(environment.start() for environment in environments.values())
+            shared: dict[tuple[str | None, str], list[str]] = defaultdict(list)
+            for name, task in every.items():
+                player = task.player or (None if environments[name].about.runs_agents else "turns")
+                shared[player, repr(task.player_options)].append(name)
+            for (player, _), names in shared.items():
+                runs = {name: environments[name].about.runs_agents for name in names}
+                setup = PlayerSetup(tasks=runs, host=config.environment.agent_host, remote=placement.remote)
+                made = make_player(host, player, setup, every[names[0]].player_options)
+                if made is not None:
+                    stack.push_async_callback(made.aclose)
+                    with plugin_errors(f"player {type(made).__name__}: start()"):
+                        await made.start()
+                for name in names:
+                    environments[name].player = made
+            yield cls(
+                environments={name: environments[name] for name in tasks},
+                of_sets={name: environments[name] for name in of_sets},
+                data=data,
+                seed=config.seed,
+            )
+            for environment in environments.values():
+                environment.check_combine()
 
     @property
     def loaders(self) -> dict[str, LookAhead]:
@@ -118,10 +139,6 @@ class Tasks:
         names = self.environments if tasks is None else tasks
         found = await gather(self.data[name].prompts(split, first) for name in names)
         return dict(zip(names, found, strict=True))
-
-    async def prompts_of(self, task: str, split: str) -> Sequence[Prompt]:
-        """Return the prompts of one task, or some of them.  Raises PluginError, ConfigError."""
-        return await self.data[task].prompts(split, FIRST)
 
     def size(self, task: str, prompts: Sequence[Prompt]) -> int:
         """Return the number of training prompts of a task, if known."""
@@ -162,49 +179,30 @@ class Tasks:
         return [*([plain] if tasks else []), *await gather(map(of_set, sets))]
 
 
-def make_environment(name: str, task: TaskConfig, parts: Parts, log: Path | None = None) -> EnvironmentPool:
+def make_environment(
+    name: str,
+    task: TaskConfig,
+    config: Config,
+    host: PluginHost,
+    placement: Placement,
+    log: Path | None = None,
+) -> EnvironmentPool:
     """Make the workers of a task's environment, not yet started."""
-    chosen, placement = parts.config.environment, parts.placement
-    config = of_task(chosen, task)
+    chosen = config.environment
+    own = of_task(chosen, task)
     here = not placement.pooled  # on a cluster, the workers that it has room for are known at the start
-    count = chosen.workers or (AGENT_PROCESSES if here and not parts.plugins.of_program(task.env) else 1)
+    count = chosen.workers or (AGENT_PROCESSES if here and not host.of_program(task.env) else 1)
     logs = [log.with_stem(f"{log.stem}-{i}") if i and log else log for i in range(count)]
-    spec = EnvironmentSpec(task=name, env=task.env, options=task.options, config=config)
+    spec = EnvironmentSpec(task=name, env=task.env, options=task.options, config=own)
     return EnvironmentPool(
         [placement.environment(i, evolve(spec, log=logs[i])) for i in range(count)],
-        config,
+        own,
         for_agents=chosen.workers is None,
         on_demand=here,
         name=name,
         success=task.success,
-        parts=parts.of_reward(),
+        parts=making.of_reward(config, host),
     )
-
-
-@contextlib.asynccontextmanager
-async def _playing(
-    tasks: Mapping[str, TaskConfig],
-    environments: Mapping[str, EnvironmentPool],
-    parts: Parts,
-) -> AsyncIterator[None]:
-    """Give the started environments the players of their tasks."""
-    shared: dict[tuple[str | None, str], list[str]] = defaultdict(list)
-    for name, task in tasks.items():
-        player = task.player or (None if environments[name].about.runs_agents else "turns")
-        shared[player, repr(task.player_options)].append(name)
-    async with contextlib.AsyncExitStack() as stack:
-        for (player, _), names in shared.items():
-            runs = {name: environments[name].about.runs_agents for name in names}
-            host, remote = parts.config.environment.agent_host, parts.placement.remote
-            setup = PlayerSetup(tasks=runs, host=host, remote=remote)
-            made = make_player(parts.plugins, player, setup, tasks[names[0]].player_options)
-            if made is not None:
-                stack.push_async_callback(made.aclose)
-                with plugin_errors(f"player {type(made).__name__}: start()"):
-                    await made.start()
-            for name in names:
-                environments[name].player = made
-        yield
 
 
 def make_player(

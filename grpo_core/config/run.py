@@ -806,6 +806,7 @@ class Config(WithSections):
             if isinstance(chosen, PluginChoice):
                 kind = "validation_strategy" if each.name == "validation" else each.name
                 yield kind, chosen.name, chosen.options
+        yield "model", self.model.path, self.model.options
         if self.validation.engine is not None:
             yield "engine", self.validation.engine.name, self.validation.engine.options
         of_sets = self.validation.environments(self.validation.sets)
@@ -815,11 +816,11 @@ class Config(WithSections):
                 yield "dataloader", data, task.data_options
             if task.player:
                 yield "player", task.player, task.player_options
-        for strategy in map(self.validation.of_set, self.validation.sets):
-            yield "validation_strategy", strategy.name, strategy.options
+        for one in self.validation.sets.values():
+            yield "validation_strategy", one.name or self.validation.name, one.options
         for name, options in self.filters.items():
             yield "filter", name, options
-        for name in self.tracking.trackers:
+        for name in {**dict.fromkeys(self.tracking.trackers), **self.tracking.options}:
             yield "tracker", name, self.tracking.options.get(name, {})
 
 

@@ -41,8 +41,14 @@ def read(path: Path, kind: type[T]) -> T:
     Raises CheckpointError, with the exit status of wrong input, if the file is not JSON, or a value has
     another type.
     """
+    return read_both(path, kind)[1]
+
+
+def read_both(path: Path, kind: type[T]) -> tuple[Any, T]:
+    """Return the contents as JSON values as well; otherwise like ``read``."""
     try:
-        return checked(json.loads(path.read_text(encoding="utf-8")), kind)
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return values, checked(values, kind)
     except (ValueError, RecursionError) as error:
         wrong = CheckpointError(
             f"{path}: {error or type(error).__name__}. Another program or version has written it: remove its "

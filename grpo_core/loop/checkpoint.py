@@ -450,21 +450,14 @@ def read_trackers(directory: Path) -> Mapping[str, Any]:
     return typed.read(path, dict[str, Any]) if path.exists() else {}
 
 
-def read_loader(directory: Path, task: str) -> Mapping[str, Any] | None:
-    """Return the loader's state, or None if the task was not part of the run."""
-    path = directory / _loader_file(task)
-    if not path.exists():
-        return None
-    typed.read(path, SavedLoader)
-    found: Mapping[str, Any] = states.unpacked(json.loads(path.read_text(encoding="utf-8")))
-    return found
-
-
 def read_loaders(directory: Path) -> dict[str, Mapping[str, Any]]:
     """Return the state of each loader, by task."""
-    found = directory.glob(_loader_file("*", safe="*"))
-    tasks = [unquote(file.name.removeprefix("train_dataloader_").removesuffix(".json")) for file in found]
-    return {task: state for task in tasks if (state := read_loader(directory, task)) is not None}
+    found = {}
+    for file in directory.glob(_loader_file("*", safe="*")):
+        task = unquote(file.name.removeprefix("train_dataloader_").removesuffix(".json"))
+        values, _ = typed.read_both(file, SavedLoader)
+        found[task] = states.unpacked(values)
+    return found
 
 
 # ---------------------------------------------------------------------------------- a cut, and back
@@ -531,10 +524,11 @@ def restore(
     """
     with reading(directory):
         state = read_pipeline(directory)
-        messages = _compare_tasks(directory, loaders, state.buffer)
+        saved = read_loaders(directory)
+        messages = _compare_tasks(directory, set(loaders), set(saved), state.buffer)
         for task, loader in loaders.items():
-            if (saved := read_loader(directory, task)) is not None:
-                loader.load_state_dict(saved)
+            if task in saved:
+                loader.load_state_dict(saved[task])
         if (drew := state.sampler_name) == stream.name:
             stream.load_state_dict(state.sampler)
         else:
@@ -560,9 +554,8 @@ def reading(directory: Path) -> Iterator[None]:
             ) from error
 
 
-def _compare_tasks(directory: Path, tasks: Iterable[str], buffer: SavedBuffer) -> list[str]:
+def _compare_tasks(directory: Path, tasks: set[str], saved: set[str], buffer: SavedBuffer) -> list[str]:
     """Return messages about added and removed tasks.  Raises CheckpointError if prompts are left over."""
-    tasks, saved = set(tasks), set(read_loaders(directory))
     prompts = [slot.prompt for slot in (*buffer.retrying, *(slot for slot, _ in buffer.ready))]
     for gone in sorted({task for task, _ in prompts} - tasks):
         ids = [repr(id) for task, id in prompts if task == gone]

@@ -35,7 +35,7 @@ from pathlib import Path
 
 from attrs import evolve
 
-from grpo_core.app.parts import Parts
+from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.tasks import make_environment
 from grpo_core.config import Config, EnvironmentConfig, TaskConfig
 from grpo_core.contracts.playing import Play, PlayerSetup
@@ -183,7 +183,7 @@ async def rollouts_a_minute(line: str, seconds: float) -> float:
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "agent.py").write_text(line + AGENT)
         task, config = TaskConfig(env=f"{directory}/agent.py"), EnvironmentConfig()
-        pool = make_environment("task", task, Parts(Config(environment=config), host))
+        pool = make_environment("task", task, Config(environment=config), host, LocalPlacement(host))
         server = pool.player = AgentServer(PlayerSetup())
         await server.start()
         await pool.start()

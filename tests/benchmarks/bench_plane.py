@@ -23,8 +23,7 @@ from collections.abc import Sequence
 import numpy as np
 from attrs import evolve
 
-from grpo_core.app.parts import Parts
-from grpo_core.config import Config, DataPlaneConfig, PlacementConfig
+from grpo_core.app.placement import Placement
 from grpo_core.contracts.protocols import DataPlane
 from grpo_core.contracts.records import Group, Prompt, Rollout, Segment
 from grpo_core.contracts.tokens import Tokens, as_ids
@@ -56,9 +55,9 @@ def installed(*modules: str) -> bool:
 
 async def measure(name: str, where: str, groups: int, *, limit: float | None) -> int:
     """Print the figures of a plane; return how many miss their limits."""
-    config = Config(placement=PlacementConfig(name=where), data_plane=DataPlaneConfig(name=name))
-    parts = Parts(config, PluginHost.discover())
-    placement, plane = parts.placement, parts.data_plane
+    host = PluginHost.discover()
+    placement: Placement = host.make("placement", where, host)
+    plane: DataPlane = host.make("data_plane", name, placement)
     missed = 0
     with placement.connected(os.cpu_count() or 1):
         await plane.started()

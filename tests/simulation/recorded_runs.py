@@ -13,7 +13,8 @@ from typing import Any
 
 from attrs import asdict, evolve
 
-from grpo_core.app.parts import Parts
+from grpo_core.app import making
+from grpo_core.app.making import Parts
 from grpo_core.config import Config, as_table, build, merge
 from grpo_core.contracts.errors import GrpoError, TrackingError, describe, fault_of
 from grpo_core.contracts.events import (
@@ -182,19 +183,26 @@ class _Run:
         found |= leaks(prompts, held_out)
         warnings = [WarningRaised(step=0, cause=cause, message=text) for cause, text in found.items()]
         loaders = {name: IndexedLoader(name, own, seed=config.seed) for name, own in prompts.items()}
-        parts = Parts(config, _host())
+        parts, chosen = Parts(config, _host()), config.validation
+        parts.sampler = making.sampler(config, _host())
+        parts.strategies = {"": _host().make("validation_strategy", chosen.name, **chosen.options)}
+        parts.remarks = making.remarks_about(
+            making.loss(config.loss, _host()), config.trainer, config.pipeline
+        )
         stream = PromptStream(sampler=parts.sampler, loaders=loaders, name=config.sampler.name)
         engine = self._engine(tables)
-        validation = parts.validation(held_out, engine, renderer, last=config.trainer.steps, emit=self.emit)
+        validation = making.validation(
+            parts, held_out, engine, renderer, last=config.trainer.steps, emit=self.emit
+        )
         pipeline = Pipeline(
-            buffer=parts.buffer(),
+            buffer=making.buffer(config),
             prompts=stream,
             engine=engine,
-            playing=parts.playing(environments, renderer),
-            learning=parts.learning(),
+            playing=making.playing(parts, environments, renderer),
+            learning=making.learning(config, _host()),
             trainer=Learner(world, tables, config, seed=config.seed),
-            checks=evolve(parts.checks(environments, prompts, renderer), tolerance=Tolerance()),
-            schedule=parts.schedule(),
+            checks=evolve(making.checks(parts, environments, prompts, renderer), tolerance=Tolerance()),
+            schedule=making.schedule(config),
             emit=self.emit,
             readings=self._incidents.read,
             validate=validation if config.validation.measures else None,

@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 from attrs import asdict, define, evolve, field, frozen
 
-from grpo_core.app.parts import SYNC_GRACE
+from grpo_core.app import making
 from grpo_core.config import EnvironmentConfig, ValidationConfig
 from grpo_core.contracts.errors import GrpoError
 from grpo_core.contracts.events import (
@@ -592,7 +592,7 @@ class Simulation:
             schedule=Schedule(
                 rollout_deadline=90.0,
                 stall=3600.0,
-                sync_deadline=2 * ENGINE_DEADLINE + SYNC_GRACE,
+                sync_deadline=2 * ENGINE_DEADLINE + making.SYNC_GRACE,
                 validations=list(self._intervals().values()),
                 **self._options,
             ),

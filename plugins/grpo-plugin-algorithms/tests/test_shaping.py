@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core import rewards as formulas
-from grpo_core.app.parts import Parts
+from grpo_core.app import making
 from grpo_core.config import build
 from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.contracts.records import Rollout, Segment
@@ -115,7 +115,7 @@ def test_advantages_compare_shaped_rewards_and_the_groups_keep_theirs(values: li
 def made(**keys: Any) -> Shaping | None:
     host = PluginHost.discover(["algorithms"])
     config = build([{"shaping": keys, "rollout": {"max_tokens": 100}}], host.sections)
-    return Parts(config, host).shaping()
+    return making.shaping_of(config, host)
 
 
 def test_the_default_section_shapes_nothing() -> None:

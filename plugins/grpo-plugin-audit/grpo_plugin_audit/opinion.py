@@ -32,7 +32,7 @@ from grpo_core import (
 )
 from grpo_core.app import launch
 from grpo_core.app.make import check_task
-from grpo_core.app.parts import Parts
+from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import TaskConfig
 from grpo_core.contracts.incidents import lines_of_incidents
@@ -73,14 +73,13 @@ def checked(config: Config, host: PluginHost) -> list[str]:
             near = did_you_mean(name, set(config.tasks))
             raise ConfigError(f"audit.tasks: there is no task {name!r}.{near}")
     task = _task(audit)
-    check_task(f"tasks.{NAME}", task, _in_children(config, host, {NAME: task}))
+    check_task(f"tasks.{NAME}", task, config.environment, host)
     return in_own_loop(_checked(audit, config, host))
 
 
 async def _checked(audit: AuditConfig, config: Config, host: PluginHost) -> list[str]:
     tasks = {name: config.tasks[name] for name in audit.tasks or config.tasks}
-    around = Tasks.start(_in_children(config, host, tasks))
-    async with started(audit, config, host) as second, around as first:
+    async with started(audit, config, host) as second, _started(config, host, tasks) as first:
         prompts = await first.prompts("train", TRIED)
         return await tried(audit, second, first.environments, prompts)
 
@@ -90,14 +89,16 @@ async def started(
     audit: AuditConfig, config: Config, host: PluginHost, logs: Path | None = None
 ) -> AsyncIterator[Any]:
     """Start the second environment with one worker."""
-    async with Tasks.start(_in_children(config, host, {NAME: _task(audit)}), logs=logs) as tasks:
+    async with _started(config, host, {NAME: _task(audit)}, logs) as tasks:
         yield tasks.environments[NAME]
 
 
-def _in_children(config: Config, host: PluginHost, tasks: dict[str, TaskConfig]) -> Parts:
-    """Return the parts of tasks that have one worker each, on this machine."""
-    one, here = evolve(config.environment, workers=1), Config().placement
-    return Parts(evolve(config, tasks=tasks, environment=one, placement=here), host, trains=False)
+def _started(
+    config: Config, host: PluginHost, tasks: dict[str, TaskConfig], logs: Path | None = None
+) -> contextlib.AbstractAsyncContextManager[Tasks]:
+    """Start tasks that have one worker each, on this machine."""
+    alone = evolve(config, tasks=tasks, environment=evolve(config.environment, workers=1))
+    return Tasks.start(alone, host, LocalPlacement(host), logs=logs)
 
 
 def _task(audit: AuditConfig) -> TaskConfig:

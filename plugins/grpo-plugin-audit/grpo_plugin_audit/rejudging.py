@@ -282,7 +282,7 @@ async def look_up(
     for split in ("validation", "train") if held_out else ("train", "validation"):
         for task in [task for task, prompts in left.items() if prompts]:
             try:
-                prompts = await tasks.prompts_of(task, split)
+                prompts = (await tasks.prompts(split, tasks=[task]))[task]
             except (PluginError, ConfigError) as error:
                 if task in refused:
                     raise refused[task] from error

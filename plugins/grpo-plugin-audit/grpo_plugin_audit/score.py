@@ -18,7 +18,7 @@ from rich.text import Text
 from grpo_core import ConfigError, GrpoError, Prompt, Run
 from grpo_core.app import launch
 from grpo_core.app.make import check_task
-from grpo_core.app.parts import Parts
+from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import TaskConfig, check_settings, parse_settings
 from grpo_core.contracts.errors import shortened, wrong_input
@@ -211,14 +211,12 @@ def _configured(
         )
     notes: list[str] = []
     chosen = {}
-    config = evolve(config, placement=Config().placement)  # on this machine
-    parts = Parts(config, host, trains=False)
     for name in names:
         judge_of = known[name]
         if name in others:
             judge_of, left_out = _without_unknown_options(judge_of, host)
             notes += [f"{judge_of.env} has no option {option!r}: it is left out" for option in left_out]
-        check_task(f"tasks.{name}", judge_of, parts)
+        check_task(f"tasks.{name}", judge_of, config.environment, host)
         chosen[name] = judge_of
     return config, chosen, host, notes
 
@@ -265,7 +263,7 @@ async def _judge_all(
 ) -> tuple[dict[str, TaskDifference], KnownPrompts]:
     """Judge all files again, write the results, and count the differences."""
     differences = {name: TaskDifference(env=task.env) for name, task in tasks.items()}
-    around = Tasks.start(Parts(evolve(config, tasks=dict(tasks)), host, trains=False))
+    around = Tasks.start(evolve(config, tasks=dict(tasks)), host, LocalPlacement(host))
     with errors.status("starting the environments") as status:
         async with around as started:
             for name, environment in started.environments.items():

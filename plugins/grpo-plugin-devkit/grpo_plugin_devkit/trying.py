@@ -15,7 +15,6 @@ from grpo_core import ConfigError, Prompt, Session
 from grpo_core.app import launch, sourced
 from grpo_core.app.make import check_task
 from grpo_core.app.model_sources import find_target
-from grpo_core.app.parts import Parts
 from grpo_core.app.session import start_session
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import merge, parse_settings
@@ -117,15 +116,15 @@ async def _by_hand(name: str, options: dict[str, Any], choice: Choice, block: Se
     with wrong_input():
         changes = {**_changes({}, task, name, options), "rollout": BY_HAND}
         config, host = launch.configure([], changes, block)
-        parts = Parts(config, host, trains=False)
-        check_task(f"tasks.{task}", config.tasks[task], parts)
+        placement = host.make("placement", config.placement.name, host, **config.placement.options)
+        check_task(f"tasks.{task}", config.tasks[task], config.environment, host, remote=placement.remote)
     transcript = Transcript(Console(highlight=False), echo=not sys.stdin.isatty())
 
     def show(text: str) -> None:
         transcript.line(text, "dim")
 
     with reported_to(lines_of_incidents(show)):
-        async with Tasks.start(parts) as tasks:
+        async with Tasks.start(config, host, placement) as tasks:
             environment = tasks.environments[task]
             if environment.about.runs_agents:
                 raise ConfigError(

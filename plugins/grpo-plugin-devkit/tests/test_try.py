@@ -73,8 +73,8 @@ def played(lines, *, choice=None, environment=None, width=80):
     replies = Replies(io.StringIO("".join(f"{line}\n" for line in lines)), transcript.line)
 
     class Tasks:
-        async def prompts_of(self, task, split):
-            return await hosted.prompts(split)
+        async def prompts(self, split, tasks):
+            return {"task": await hosted.prompts(split)}
 
     renderer = TextRenderer()
     session = grpo.Session(

@@ -20,7 +20,7 @@ import grpo_core
 from grpo_core import GrpoError, ModelError, errors
 from grpo_core.app import launch
 from grpo_core.app.make import make
-from grpo_core.app.parts import Parts
+from grpo_core.app.model_sources import model_source
 from grpo_core.config import parse_settings, read_toml
 from grpo_core.kit import Config, PluginHost, aio, files, scratch_directory
 from grpo_core.plugins.options import AsJson, Settings, Words
@@ -257,7 +257,7 @@ def _of_configuration(config: Config, host: PluginHost, gpus: Sequence[machine.G
         yield Check(name="configuration", found=about)
     path = config.model.path
     try:
-        odd = launch.check_model(Parts(config, host))  # inconsistencies in the model's files
+        odd = launch.check_model(config, host)  # inconsistencies in the model's files
     except ModelError as error:
         yield Check(name="model", found=path, status="problem", advice=str(error))
     else:
@@ -299,7 +299,7 @@ def _model_directory(config: Config, host: PluginHost, scratch: Path) -> str | N
     """Return a directory with the model's config.json, or its hub id."""
     if not host.offers("model", config.model.path):
         return str(files.directory_here(config.model.path) or config.model.path)
-    describe_model = getattr(Parts(config, host).model, "configuration", None)
+    describe_model = getattr(model_source(config.model, host), "configuration", None)
     if describe_model is None:
         return None
     (scratch / "config.json").write_text(json.dumps(describe_model()))

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve, frozen
 
 from grpo_core import ConfigError, EngineLoad, GrpoError, MemoryPart, ModelError
+from grpo_core.app import making
 from grpo_core.app import placement as gpu_choice
 from grpo_core.app.model_sources import scoring_model
-from grpo_core.app.parts import Parts, engine_dtype
 from grpo_core.config import EngineConfig, build, parse_settings
 from grpo_core.kit import Config, PluginHost, as_table, files
 from grpo_core.plugins.transports import find_transport
@@ -66,8 +66,14 @@ class Case:
     """The GPUs; empty for models too small to query them."""
 
     @cached_property
-    def parts(self) -> Parts:
-        return Parts(self.config, self.host)
+    def placement(self) -> Any:
+        chosen = self.config.placement
+        return self.host.make("placement", chosen.name, self.host, **chosen.options)
+
+    @property
+    def trains_here(self) -> bool:
+        """Whether the trainer's processes run on this machine."""
+        return not making.place_of_trainer(self.config.trainer, self.host)
 
     @property
     def lora(self) -> Mapping[str, Any] | None:
@@ -216,25 +222,27 @@ def smallest_change(case: Case) -> str:
 
 def certain_parts(case: Case) -> list[ProcessMemory]:
     """Return trainer and engines with the parts that are determined by the shapes of the parameters."""
-    config, parts = case.config, case.parts
-    placement, engines = parts.placement, parts.engines
+    config, placement, engines = case.config, case.placement, making.engines_of(case.config, trains=True)
+    ranks = making.ranks_of(config, case.host)
     on_gpus = {} if placement.remote else engines
     count = len(case.gpus) or gpu_choice.visible()
     joined = gpu_choice.joined_to_trainer(on_gpus, case.host)
-    devices = gpu_choice.choose(parts.trainer_here, on_gpus, count, joined, parts.ranks)
+    devices = gpu_choice.choose(config.trainer if case.trains_here else None, on_gpus, count, joined, ranks)
 
     def seen(variables: Mapping[str, str]) -> tuple[int, ...]:
         """Return the indices of the known GPUs visible to a process with these environment variables."""
         return tuple(gpu for gpu in gpu_choice.gpus_seen(variables, count) if gpu < len(case.gpus))
 
-    dtype = files.published_dtype(_computed(case), engine_dtype(config.engine))
+    dtype = files.published_dtype(_computed(case), making.engine_dtype(config.engine))
     parameters = sum(map(prod, case.shapes.values()))
     found: list[ProcessMemory] = []
     trainer = case.host.find("trainer", config.trainer.name)
-    if trainer.offer.memory is not None and parts.trainer_here is not None:
-        transport = find_transport(parts.transport(), case.host)
-        of_trainer = _trainer_parts(case, trainer.loaded(trainer.offer.memory), dtype, transport.on_device)
-        found += _ranks(of_trainer, parts.ranks, case.device, seen(devices.trainer))
+    if trainer.offer.memory is not None and case.trains_here:
+        own = engines.get("validation.engine")
+        name = making.transport_of(config.engine, own, case.host, placement, "")
+        kept = find_transport(name, case.host).on_device
+        of_trainer = _trainer_parts(case, trainer.loaded(trainer.offer.memory), dtype, kept)
+        found += _ranks(of_trainer, ranks, case.device, seen(devices.trainer))
     for key, engine in on_gpus.items():
         selected = case.host.find("engine", engine.name)
         if selected.offer.memory is None:
@@ -260,7 +268,7 @@ def _trainer_parts(
     """
     config, device, lora = case.config, case.device, case.lora
     parameters, trained = (sum(map(prod, shapes.values())) for shapes in (case.shapes, case.trained))
-    scores = case.parts.scores
+    scores = making.scores_of(config, making.loss(config.loss, case.host))
 
     def scoring(name: str) -> int:
         """Return the bytes of a model that scores; 0 if it is not here."""
@@ -427,8 +435,8 @@ def footprint(
     bases = {"trainer": machine.resident()}
     case = Case(config, host, directory, model.tensors, gpus)
     processes = certain_parts(case)
-    remote = case.parts.placement.remote
-    elsewhere = ["engine"] * remote + ["trainer"] * (case.parts.trainer_here is None)
+    remote = case.placement.remote
+    elsewhere = ["engine"] * remote + ["trainer"] * (not case.trains_here)
     missing = _undeclared(config, processes, elsewhere)
     found = [ProcessMemory(name="main", parts=(_base(main), *_copies(config, processes)))]
     processes, work, unknown = with_passes(case, processes)

@@ -29,11 +29,10 @@ util.find_spec = lambda name, *rest: None if name == "ray" else find(name, *rest
 def test_the_placement_is_chosen_by_name_and_loads_no_ray():
     program = (
         "import sys\n"
-        "from grpo_core.config import Config, PlacementConfig, EngineConfig\n"
-        "from grpo_core.app.parts import Parts\n"
+        "from grpo_core.config import EngineConfig\n"
         "from grpo_core.plugins.host import PluginHost\n"
-        "chosen = PlacementConfig(name='ray', options={'address': 'auto'})\n"
-        "made = Parts(Config(placement=chosen), PluginHost.discover()).placement\n"
+        "host = PluginHost.discover()\n"
+        "made = host.make('placement', 'ray', host, address='auto')\n"
         "made.check(None, {'engine': EngineConfig(gpus_per_worker=1, env_vars={'A': '1'})})\n"
         "assert made.pooled and made.remote\n"
         "assert 'ray' not in sys.modules\n"

@@ -7,8 +7,8 @@ from pathlib import Path
 from attrs import evolve
 
 from grpo_core import Run, Trainer, errors
+from grpo_core.app import making
 from grpo_core.app.model_sources import started_from
-from grpo_core.app.parts import Parts
 from grpo_core.config import TrainerConfig
 from grpo_core.kit import Config, PluginHost, files
 from grpo_core.loop.checkpoint import fault
@@ -42,21 +42,20 @@ async def trainer_again(
         log: file for the output of the trainer's process.
     """
     chosen = config.trainer
-    start, parts = str(started_from(RunDirectory(run), config)), Parts(config, host)
+    start = str(started_from(RunDirectory(run), config))
     scores = {
         name: evolve(score, weights=files.local_directory(score.model)) if score.model else score
-        for name, score in parts.scores.items()
+        for name, score in making.scores_of(config, making.loss(config.loss, host)).items()
     }
     setup = evolve(
-        parts.trainer_setup(start),
-        scores=scores,
+        making.trainer_setup(config, host, start, scores=scores),
         trainer=evolve(chosen, threads=threads or chosen.threads, profile=0),
         resume_from=str(saved) if saved else None,
         async_save=False,
         engine_dtype="auto",
         log=str(log),
     )
-    if parts.trainer_here is None:
+    if making.place_of_trainer(chosen, host):
         chosen = TrainerConfig()
     trainer: Trainer = host.make("trainer", chosen.name, setup, **chosen.options)
     await trainer.started()

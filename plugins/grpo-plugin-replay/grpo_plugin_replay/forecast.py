@@ -11,7 +11,8 @@ from typing import Any
 from attrs import evolve, frozen
 
 from grpo_core import ConfigError, Engine, GrpoError, Prompt, Rollout, events
-from grpo_core.app.parts import Parts, sampling_params
+from grpo_core.app import making
+from grpo_core.app.making import Parts
 from grpo_core.contracts.playing import derive_seed
 from grpo_core.data.samplers import PromptStream
 from grpo_core.engines.wrapped import LimitedEngine
@@ -123,9 +124,9 @@ def forecast(
     tasks = list(config.tasks) or ["task"]
     environments = {task: PlannedEnvironment(times.environment, plays) for task in tasks}
     loaders = {task: PlannedLoader(task) for task in tasks}
-    renderer, sampling = PlannedRenderer(times.rollout.prompt_tokens), sampling_params(config.rollout)
-    parts = Parts(evolve(config, filters={}), host)  # filters read tokens, which are not simulated
-    lost = parts.lost_budget()
+    renderer, sampling = PlannedRenderer(times.rollout.prompt_tokens), making.sampling_params(config.rollout)
+    unfiltered = evolve(config, filters={})  # filters read tokens, which are not simulated
+    lost, sampler = making.lost_budget(config), making.sampler(config, host)
 
     def observe_attempt(task: str, rollouts: Sequence[Rollout], attempts: int) -> None:
         for rollout in rollouts:
@@ -154,14 +155,14 @@ def forecast(
             return {}
 
         pipeline = Pipeline(
-            buffer=parts.buffer(),
-            prompts=PromptStream(sampler=parts.sampler, loaders=loaders, name=config.sampler.name),
+            buffer=making.buffer(config),
+            prompts=PromptStream(sampler=sampler, loaders=loaders, name=config.sampler.name),
             engine=engine,
-            playing=evolve(parts.playing(environments, renderer), seed=seed),
-            learning=parts.learning(),
+            playing=evolve(making.playing(Parts(config, host), environments, renderer), seed=seed),
+            learning=making.learning(unfiltered, host),
             trainer=PlannedTrainer(times.trainer, seed=seed),
             checks=Checks(observe_attempt=observe_attempt),
-            schedule=evolve(parts.schedule(), time_limit=None),
+            schedule=evolve(making.schedule(config), time_limit=None),
             emit=receive,
             validate=validate if held_out else None,
             save=save if config.checkpoint.every else None,

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_core import ConfigError, Group, Rollout, StepResult
-from grpo_core.app.parts import Parts
+from grpo_core.app import making
 from grpo_core.commands.complaints import say
 from grpo_core.config import check_settings, parse_settings
 from grpo_core.kit import Config, PluginHost, aio, as_table
@@ -243,12 +243,12 @@ def reconsidered(
 ) -> Sequence[Group]:
     """Return the given groups, possibly with new rewards, with the advantages of another configuration."""
     before, after = (
-        (each.advantage, as_table(each).get("shaping"), Parts(each, host).learning().all_rows)
+        (each.advantage, as_table(each).get("shaping"), making.learning(each, host).all_rows)
         for each in (was, now)
     )
     if before == after and given is groups:
         return groups
-    return Parts(now, host).learning().with_advantages(given)
+    return making.learning(now, host).with_advantages(given)
 
 
 # ---------------------------------------------------------------------------------- what differs

@@ -27,8 +27,9 @@ from grpo_core import (
     Unavailable,
     WeightSyncError,
 )
-from grpo_core.app.parts import Parts
-from grpo_core.config import Config, EngineConfig
+from grpo_core.app import making
+from grpo_core.app.placement import LocalPlacement
+from grpo_core.config import EngineConfig
 from grpo_core.contracts.records import Canary, TensorPart, Weights
 from grpo_core.kit import PluginHost, SharedMemoryWriter, read_weights, reported_to
 from grpo_core.loop import canary
@@ -324,7 +325,8 @@ def test_a_server_that_shares_no_files_receives_the_weights_from_the_trainer_its
 
     played(story)
     section = EngineConfig(name="vllm:http", transport="collective")
-    assert Parts(Config(engine=section), PluginHost.discover()).transport() == "collective"
+    host = PluginHost.discover()
+    assert making.transport_of(section, None, host, LocalPlacement(host), "") == "collective"
 
 
 # ---------------------------------------------------------------------------------- what goes wrong
@@ -857,8 +859,8 @@ def played_on(story, n=2, **options):
             servers = [await stack.enter_async_context(Server()) for _ in range(n)]
             given = {"url": [server.url for server in servers], **options}
             config = EngineConfig(name="vllm:http", options=given)
-            parts = Parts(Config(), PluginHost.discover(["scale", "vllm"]))
-            engine = parts.engine(config, EngineSetup(model="m", deadline=20.0))
+            host, setup = PluginHost.discover(["scale", "vllm"]), EngineSetup(model="m", deadline=20.0)
+            engine = making.engine(config, setup, host, LocalPlacement(host), tolerance=Tolerance())
             stack.push_async_callback(engine.aclose)
             await engine.update_weights(weights(1))
             await story(engine, servers)
@@ -947,15 +949,15 @@ def test_what_a_server_that_dies_has_not_answered_goes_to_another_and_it_is_wait
 )
 def test_addresses_are_checked_before_anything_starts(options, told):
     with pytest.raises(ConfigError, match=told):
-        Parts(Config(), PluginHost.discover(["scale", "vllm"])).workers_of(
-            EngineConfig(name="vllm:http", options=options)
+        making.workers_of(
+            EngineConfig(name="vllm:http", options=options), PluginHost.discover(["scale", "vllm"])
         )
 
 
 def test_another_number_of_workers_than_of_addresses_is_refused():
     config = EngineConfig(name="vllm:http", options={"url": ["http://[::1]:1", "http://[::1]:2"]}, workers=3)
     with pytest.raises(ConfigError, match=r"engine\.workers = 3: the options .* describe 2; leave out"):
-        Parts(Config(), PluginHost.discover(["scale", "vllm"])).workers_of(config)
+        making.workers_of(config, PluginHost.discover(["scale", "vllm"]))
 
 
 # ---------------------------------------------------------------------------------- the key
