@@ -1,0 +1,199 @@
+"""Child processes without the seconds of their imports: forks of a process that has made them.
+
+``python nursery.py SOCKET MODULE ...`` waits at a socket, imports the modules at the first request, and forks
+for each one.  ``install`` lets the ``Child`` of this process ask there: trainers and engines of the core on a
+CPU, and environments.  What has another interpreter, or variables that count at its start, is started anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+KINDS = {
+    "environment": (
+        {"CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"},
+        ["grpo_core.processes.served", "grpo_core.environments.host"],
+    ),
+    "model": (
+        {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GOMP_SPINCOUNT": "10000"},
+        [
+            "grpo_core.processes.served",
+            "grpo_core.training.trainer",
+            "grpo_core.engines.local.server",
+            "transformers.models.llama.modeling_llama",
+        ],
+    ),
+}
+"""What the children of a kind have in their variables, and the modules that they import."""
+EARLY = ("CUDA", "HF_", "LD_", "OMP_", "PYTHON", "TORCH", "TRANSFORMERS_")
+"""Beginnings of the names of variables that are read when a process or a module starts."""
+
+
+def kind(name: str) -> str:
+    """Return the kind of a child by its name, or an empty text."""
+    if name.startswith("environment of task"):
+        return "environment"
+    return "model" if name == "engine local" or name.startswith("trainer") else ""
+
+
+def start(path: str) -> subprocess.Popen[bytes]:
+    """Start the nursery of the kind that ends its path; it ends with its standard input."""
+    variables, modules = KINDS[path.rpartition("-")[2]]
+    command = [sys.executable, "-P", __file__, path, *modules]
+    started = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, **variables}
+    )
+    while not os.path.exists(path):
+        time.sleep(0.01)
+    return started
+
+
+def install(path: str) -> None:
+    """Let the children of this process be forks of the nurseries at ``path-KIND``."""
+    from grpo_core.processes import child
+
+    launch = child.Child._launch
+
+    def launched(self: child.Child, theirs: Any, environ: Any, interpreter: Any) -> Any:
+        which = "" if interpreter else kind(self.name)
+
+        def popen(command: list[str], **given: Any) -> Any:
+            return (which and Forked.of(f"{path}-{which}", command, **given)) or subprocess.Popen(
+                command, **given
+            )
+
+        child.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": popen})
+        return launch(self, theirs, environ, interpreter)
+
+    child.Child._launch = launched
+
+
+class Forked:
+    """A fork of a nursery, with the part of the interface of ``subprocess.Popen`` that ``Child`` uses."""
+
+    def __init__(self, there: socket.socket, pid: int) -> None:
+        self._there, self.pid = there, pid
+        self.returncode: int | None = None
+
+    @classmethod
+    def of(cls, path: str, command: list[str], **given: Any) -> Forked | None:
+        there = socket.socket(socket.AF_UNIX)
+        there.connect(path)
+        wanted = [given["env"], os.getcwd(), command[6:]]
+        socket.send_fds(
+            there, [json.dumps(wanted).encode() + b"\n"], [*given["pass_fds"], given["stdout"].fileno()]
+        )
+        pid = int(_line(there))
+        if not pid:
+            there.close()
+        return cls(there, pid) if pid else None
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._there], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("a fork", timeout or 0.0)
+            self.returncode = int(_line(self._there) or -signal.SIGKILL)
+            self._there.close()
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+def _line(there: socket.socket) -> bytes:
+    read = b""
+    while not read.endswith(b"\n") and (more := there.recv(1)):
+        read += more
+    return read
+
+
+def _serve(path: str, modules: list[str]) -> None:
+    early = _early(os.environ)
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(path)
+    listening.listen()
+    woken, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    owners: dict[int, socket.socket | None] = {}
+    while True:
+        watched = {owner: pid for pid, owner in owners.items() if owner is not None}
+        ready, _, _ = select.select([0, listening, woken, *watched], [], [])
+        if 0 in ready:
+            return
+        for owner in watched.keys() & {*ready}:  # it has closed its end, or died
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(watched[owner], signal.SIGKILL)
+            owners[watched[owner]] = owner.close()
+        if woken in ready:
+            os.read(woken, 512)
+            for pid in list(owners):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended and (owner := owners.pop(pid)) is not None:
+                    owner.send(b"%d\n" % os.waitstatus_to_exitcode(status))
+                    owner.close()
+        if listening in ready:
+            there, _ = listening.accept()
+            data, fds, _, _ = socket.recv_fds(there, 1 << 16, 2)
+            while not data.endswith(b"\n"):
+                data += there.recv(1 << 16)
+            environ, cwd, paths = json.loads(data)
+            if _early(environ) != early:
+                pid = 0
+            else:
+                for name in modules:
+                    importlib.import_module(name)
+                gc.freeze()
+                if not (pid := os.fork()):
+                    _become(environ, cwd, paths, *fds)
+                owners[pid] = there
+            there.send(b"%d\n" % pid)
+            for fd in fds:
+                os.close(fd)
+
+
+def _early(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name.startswith(EARLY)}
+
+
+def _become(environ: dict[str, str], cwd: str, paths: list[str], theirs: int, output: int) -> None:
+    """Be as a process that ``Child`` has started."""
+    from grpo_core.processes import served
+
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setpgid(0, 0)
+    null = os.open(os.devnull, os.O_RDWR)
+    for place, fd in enumerate((null, output, output, theirs)):
+        os.dup2(fd, place)
+    os.closerange(4, 4096)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.path += [path for path in paths if path not in sys.path]
+    served.main(3, os.getppid())
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1], sys.argv[2:])
