@@ -24,6 +24,13 @@ from pathlib import Path
 import nursery
 
 GRPO = str(Path(sys.executable).with_name("grpo-core"))
+COMMAND = (
+    "grpo_core.__main__",
+    "grpo_core.commands.running",
+    "grpo_core.commands.complaints",
+    "transformers.tokenization_utils_tokenizers",
+)
+"""The command, and what it imports when it starts something."""
 _PATH = os.environ.get("PYTHONPATH")
 
 
@@ -77,13 +84,12 @@ def grpo(
         return subprocess.run(
             words, cwd=cwd, env=variables, capture_output=True, text=True, timeout=timeout, check=False
         )
-    names = ("grpo_core.__main__", "grpo_core.commands.running", "grpo_core.commands.complaints")
-    return forked(names, words, cwd, variables, timeout, _nurseries())
+    return forked(COMMAND, words, cwd, variables, timeout, nurseries())
 
 
 @functools.cache
-def _nurseries() -> str:
-    """Start the nurseries; returns what their paths begin with."""
+def nurseries() -> str:
+    """Start the nurseries of children, if they have not been; returns what their paths begin with."""
     path = tempfile.mkdtemp(prefix="grpo-nursery-") + "/at"
     atexit.register(shutil.rmtree, os.path.dirname(path), True)
     for kind in nursery.KINDS:
@@ -111,7 +117,7 @@ def _serve(names: list[str]) -> None:
     os.environ.clear()
     os.environ.update(environ)
     if children:
-        nursery.install(children)
+        nursery.install(lambda: children)
     sys.modules[names[0]].main()
 
 

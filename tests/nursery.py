@@ -1,8 +1,8 @@
 """Child processes without the seconds of their imports: forks of a process that has made them.
 
 ``python nursery.py SOCKET MODULE ...`` waits at a socket, imports the modules at the first request, and forks
-for each one.  ``install`` lets the ``Child`` of this process ask there: trainers and engines of the core on a
-CPU, and environments.  What has another interpreter, or variables that count at its start, is started anew.
+for each one.  ``install`` lets each ``Child`` of this process ask there: environments, trainers and engines.
+What has another interpreter, or other variables that count at its start, is started anew.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,8 +62,8 @@ def start(path: str) -> subprocess.Popen[bytes]:
     return started
 
 
-def install(path: str) -> None:
-    """Let the children of this process be forks of the nurseries at ``path-KIND``."""
+def install(path: Callable[[], str]) -> Callable[[], None]:
+    """Let the children of this process be forks of the nurseries at ``path()-KIND``; returns what ends it."""
     from grpo_core.processes import child
 
     launch = child.Child._launch
@@ -71,14 +72,17 @@ def install(path: str) -> None:
         which = "" if interpreter else kind(self.name)
 
         def popen(command: list[str], **given: Any) -> Any:
-            return (which and Forked.of(f"{path}-{which}", command, **given)) or subprocess.Popen(
-                command, **given
-            )
+            forked = Forked.of(f"{path()}-{which}", command, **given) if which else None
+            return forked or subprocess.Popen(command, **given)
 
         child.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": popen})
-        return launch(self, theirs, environ, interpreter)
+        try:
+            return launch(self, theirs, environ, interpreter)
+        finally:
+            child.subprocess = subprocess
 
     child.Child._launch = launched
+    return partial(setattr, child.Child, "_launch", launch)
 
 
 class Forked:
