@@ -39,8 +39,8 @@ KINDS = {
     ),
 }
 """What the children of a kind have in their variables, and the modules that they import."""
-EARLY = ("CUDA", "HF_", "LD_", "OMP_", "PYTHON", "TORCH", "TRANSFORMERS_")
-"""Beginnings of the names of variables that are read when a process or a module starts."""
+EARLY = ("CUDA", "HF_", "LD_", "PYTHON", "TORCH", "TRANSFORMERS_")
+"""Beginnings of the names of variables that count at a start; the number of threads is set later."""
 
 
 def kind(name: str) -> str:
