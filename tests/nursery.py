@@ -155,7 +155,7 @@ def _serve(path: str, modules: list[str]) -> None:
             for pid in list(owners):
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended and (owner := owners.pop(pid)) is not None:
-                    owner.send(b"%d\n" % os.waitstatus_to_exitcode(status))
+                    _tell(owner, os.waitstatus_to_exitcode(status))
                     owner.close()
         if listening in ready:
             there, _ = listening.accept()
@@ -172,9 +172,14 @@ def _serve(path: str, modules: list[str]) -> None:
                 if not (pid := os.fork()):
                     _become(environ, cwd, paths, *fds)
                 owners[pid] = there
-            there.send(b"%d\n" % pid)
+            _tell(there, pid)
             for fd in fds:
                 os.close(fd)
+
+
+def _tell(there: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # the other end is gone
+        there.send(b"%d\n" % number)
 
 
 def _early(environ: Mapping[str, str]) -> dict[str, str]:
@@ -197,6 +202,9 @@ def _become(environ: dict[str, str], cwd: str, paths: list[str], theirs: int, ou
     os.environ.update(environ)
     sys.path += [path for path in paths if path not in sys.path]
     served.main(3, os.getppid())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
