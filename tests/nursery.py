@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -89,34 +90,36 @@ class Forked:
     """A fork of a nursery, with the part of the interface of ``subprocess.Popen`` that ``Child`` uses."""
 
     def __init__(self, there: socket.socket, pid: int) -> None:
-        self._there, self.pid = there, pid
+        self._there, self.pid, self._reading = there, pid, threading.Lock()
         self.returncode: int | None = None
 
     @classmethod
     def of(cls, path: str, command: list[str], **given: Any) -> Forked | None:
-        there = socket.socket(socket.AF_UNIX)
-        there.connect(path)
-        wanted = [given["env"], os.getcwd(), command[6:]]
-        socket.send_fds(
-            there, [json.dumps(wanted).encode() + b"\n"], [*given["pass_fds"], given["stdout"].fileno()]
-        )
-        pid = int(_line(there))
+        """Return None where the nursery cannot make such a process, or has died."""
+        there, pid = socket.socket(socket.AF_UNIX), 0
+        wanted = json.dumps([given["env"], os.getcwd(), command[6:]]).encode() + b"\n"
+        with contextlib.suppress(OSError):
+            there.connect(path)
+            socket.send_fds(there, [wanted], [*given["pass_fds"], given["stdout"].fileno()])
+            pid = int(_line(there) or 0)
         if not pid:
             there.close()
         return cls(there, pid) if pid else None
 
     def poll(self) -> int | None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.wait(0)
+        with self._reading:  # other threads may wait
+            if self.returncode is None and select.select([self._there], [], [], 0)[0]:
+                self.returncode = int(_line(self._there) or -signal.SIGKILL)
+                self._there.close()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None:
-            if not select.select([self._there], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired("a fork", timeout or 0.0)
-            self.returncode = int(_line(self._there) or -signal.SIGKILL)
-            self._there.close()
-        return self.returncode
+        begin = time.monotonic()
+        while (code := self.poll()) is None:
+            if timeout is not None and time.monotonic() - begin > timeout:
+                raise subprocess.TimeoutExpired("a fork", timeout)
+            time.sleep(0.01)
+        return code
 
     def kill(self) -> None:
         if self.poll() is None:
