@@ -5,9 +5,13 @@ Hypothesis tries the same examples each time, or new ones in the night; only the
 Choose one with ``--hypothesis-profile=nightly`` or ``HYPOTHESIS_PROFILE=nightly``.
 """
 
+import contextlib
 import os
 import re
 
+import forks
+import nursery
+import pytest
 from hypothesis import Phase, settings
 
 from grpo_core.processes.memory import collect_rarely, spare_the_collector
@@ -30,6 +34,19 @@ def pytest_collection_finish():
     """A million objects of tests and libraries stay: no test looks at them again."""
     spare_the_collector()
     collect_rarely()  # what a test leaves may stay until the next fifty thousand objects
+
+
+STARTED_ANEW = {"test_api", "test_engine_local", "test_environments", "test_processes"}
+"""Files whose tests show how real child processes start and end."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_children(request):
+    """Let children of this process be forks, as those of commands are, in all other files."""
+    with contextlib.ExitStack() as stack:
+        if request.path.stem not in STARTED_ANEW:
+            stack.callback(nursery.install(forks.nurseries))
+        yield
 
 
 SKIPPED = (

@@ -1,7 +1,7 @@
 """Programs without the seconds of their imports: each run is a fork of a process that has made them.
 
-``grpo`` runs the command as ``subprocess.run`` would.  A test of the start of the process, of its signals or
-its terminal starts the real program.
+``grpo`` runs the command as ``subprocess.run`` would; its children are forks as well (see ``nursery``).  A
+test of the start of the process, of its signals, its terminal or its death starts the real program.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,16 @@ import threading
 from importlib import metadata
 from pathlib import Path
 
+import nursery
+
 GRPO = str(Path(sys.executable).with_name("grpo-core"))
+COMMAND = (
+    "grpo_core.__main__",
+    "grpo_core.commands.running",
+    "grpo_core.commands.complaints",
+    "transformers.tokenization_utils_tokenizers",
+)
+"""The command, and what it imports when it starts something."""
 _PATH = os.environ.get("PYTHONPATH")
 
 
@@ -39,12 +49,16 @@ def forked(
     cwd: Path | str,
     environ: dict[str, str],
     timeout: float,
+    children: str = "",
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``main`` of the first module with the arguments; the others are imported before."""
+    """Run ``main`` of the first module with the arguments; the others are imported before.
+
+    Its children are forks of the nurseries at the path ``children``, if it is given.
+    """
     forker = _forker(*names)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         files = [f"/proc/{os.getpid()}/fd/{each.fileno()}" for each in (out, err)]
-        wanted = [arguments, os.path.abspath(cwd), environ, files]
+        wanted = [arguments, os.path.abspath(cwd), environ, files, children]
         assert forker.stdin is not None
         assert forker.stdout is not None
         forker.stdin.write(json.dumps(wanted).encode() + b"\n")
@@ -70,8 +84,17 @@ def grpo(
         return subprocess.run(
             words, cwd=cwd, env=variables, capture_output=True, text=True, timeout=timeout, check=False
         )
-    names = ("grpo_core.__main__", "grpo_core.commands.running", "grpo_core.commands.complaints")
-    return forked(names, words, cwd, variables, timeout)
+    return forked(COMMAND, words, cwd, variables, timeout, nurseries())
+
+
+@functools.cache
+def nurseries() -> str:
+    """Start the nurseries of children, if they have not been; returns what their paths begin with."""
+    path = tempfile.mkdtemp(prefix="grpo-nursery-") + "/at"
+    atexit.register(shutil.rmtree, os.path.dirname(path), True)
+    for kind in nursery.KINDS:
+        atexit.register(nursery.start(f"{path}-{kind}").__exit__, None, None, None)
+    return path
 
 
 def _serve(names: list[str]) -> None:
@@ -87,12 +110,14 @@ def _serve(names: list[str]) -> None:
     if not line:
         return
     os.setsid()
-    sys.argv, cwd, environ, (out, err) = json.loads(line)
+    sys.argv, cwd, environ, (out, err), children = json.loads(line)
     for place, path in enumerate((os.devnull, out, err)):
         os.dup2(os.open(path, os.O_RDWR), place)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environ)
+    if children:
+        nursery.install(lambda: children)
     sys.modules[names[0]].main()
 
 

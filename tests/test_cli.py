@@ -53,32 +53,6 @@ class Digits(Words):
 class Declared(Digits):
     success = 0.5
 
-class Undefined(Words):
-    success = 0.0
-    def judge(self, e):
-        undefined = {"distance": float("nan"), "size": None}
-        return grpo.Feedback(reward=float(e.reply[:1] == "1"), metrics=undefined)
-
-class Raises(Words):
-    def judge(self, e):
-        return {}["gold"]
-
-class Hangs(Words):
-    def judge(self, e):
-        time.sleep(3600)
-
-class Nan(Words):
-    def judge(self, e):
-        return float("nan")
-
-class Huge(Words):
-    def judge(self, e):
-        return 1e308
-
-class NoFeedback(Words):
-    def judge(self, e):
-        return None
-
 class WrongCount(Words):
     def evaluate(self, episodes):
         return [1.0] * (len(episodes) + 1)
@@ -89,24 +63,11 @@ class BreaksLater(Digits):
         self.seen += len(episodes)
         return super().evaluate(episodes) + [1.0] * (self.seen > 60)
 
-class Dies(Words):
-    def judge(self, e):
-        os._exit(11)
-
-class OneBadPrompt(Words):
-    def judge(self, e):
-        return {}["gold"] if e.prompt.messages[0]["content"] == "t7=" else super().judge(e)
-
 class Loaded(grpo.Tracker):
     """Tells at its end which large libraries this process has imported."""
     def __init__(self, run): ...
     def close(self):
         print("LOADED", *sorted({"torch", "transformers", "torchdata"} & set(sys.modules)))
-
-class TooFew:
-    def sample(self, loaders, request):
-        (loader,) = loaders.values()
-        return loader.take(request.expected_prompts - 1)
 '''
 
 
@@ -703,77 +664,6 @@ def test_a_disk_that_fills_up_during_a_checkpoint_costs_nothing_that_was_saved(h
     again = grpo(here, "train", "--resume", run)
     assert again.returncode == 0, again.stderr
     assert "after step 2" in again.stdout
-
-
-# ---------------------------------------------------------------------------------- what plugins do wrong
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("env", "message"),
-    [
-        pytest.param("Raises", "KeyError: 'gold'", marks=pytest.mark.nightly),
-        pytest.param("Nan", "nan", marks=pytest.mark.nightly),
-        pytest.param("Huge", "1e+308", marks=pytest.mark.nightly),
-        pytest.param("NoFeedback", "evaluate returned None for every reply", marks=pytest.mark.nightly),
-        pytest.param("WrongCount", "returned", marks=pytest.mark.nightly),
-        pytest.param("Dies", "exit status 11", marks=pytest.mark.nightly),
-    ],
-)
-def test_an_environment_that_never_gives_a_reward_stops_the_run_with_its_words(here, env, message):
-    text = refused(here, "train", "--env", f"./envs.py:{env}", *SMALL, "--output", "run")
-    assert f"task '{env.lower()}':" in text
-    assert message in text
-    assert events(here / "run", "ErrorRaised")
-
-
-@pytest.mark.nightly
-def test_a_metric_that_only_wrong_replies_have_is_said_once_and_costs_no_reward(here):
-    """The metric of right replies was NaN, their rewards were dropped with it, and the accuracy was 0."""
-    done = grpo(here, "train", "--env", "./envs.py:Undefined", *SMALL, "--output", "run")
-    assert done.returncode == 0, done.stderr
-    results = [event["results"]["undefined"] for event in events(here / "run", "Validated")]
-    assert all(each["accuracy"] == 1.0 and each["errors"] == 0.0 for each in results)
-    said = [line for line in done.stdout.splitlines() if "distance" in line]
-    (warned,) = [line for line in said if line.startswith("warning")]
-    assert "task 'undefined': the metric 'distance' is nan for prompt '" in warned
-    measured = grpo(here, "validate", "run")
-    assert "warning: task 'undefined': the metric 'distance' is nan" in measured.stderr
-
-
-@pytest.mark.nightly
-def test_an_environment_that_hangs_is_killed_at_its_deadline(here):
-    text = refused(
-        here, "train", "--env", "./envs.py:Hangs", *SMALL, "--set", "environment.deadline=0.3",
-        "--set", "environment.max_error_rate=0.03", "--set", "rollout.max_retries=0",
-        "--set", "validation.every=0", "--output", "run",
-    )  # fmt: skip
-    assert "within 0.3 s" in text
-
-
-@pytest.mark.nightly
-def test_one_bad_prompt_is_skipped_and_the_run_continues(here):
-    done = grpo(here, "train", "--env", "./envs.py:OneBadPrompt", *SMALL, "--set", "trainer.steps=10",
-                "--set", "rollout.max_retries=1", "--output", "run")  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (skip,) = events(here / "run", "PromptSkipped")
-    assert "KeyError" in skip["error"]
-    assert f"prompt {skip['prompt']!r} is skipped after 2 attempts" in done.stdout
-
-
-@pytest.mark.nightly
-def test_a_sampler_that_returns_too_few_prompts_is_named_with_both_numbers(here):
-    text = refused(here, "train", *SORT, *SMALL, "--sampler", "./envs.py:TooFew", "--output", "run")
-    assert "TooFew" in text
-    assert "7" in text
-    assert "8" in text
-
-
-@pytest.mark.nightly
-def test_an_environment_in_a_file_of_fourteen_lines(here):
-    example = Path(__file__).parent.parent / "examples" / "shout.py"
-    done = grpo(here, "train", "--env", f"{example}:Shout", *SMALL, "--output", "run")
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_reader_that_stops_reading_is_not_an_error(here):

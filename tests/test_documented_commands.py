@@ -46,7 +46,7 @@ NOT_RUN = {
     r"--engine vllm|check vllm": "vLLM is large; the tests of grpo-plugin-vllm run it",
     r"--ray": "needs a cluster; plugins/grpo-plugin-ray/tests/test_ray.py starts one",
     r"train --env math:(sort|addition)$": "tests/test_cli.py trains on these environments",
-    r"train --env ./examples/shout.py:Shout$": "tests/test_cli.py trains on it",
+    r"train --env ./examples/shout.py:Shout$": "test_printed_training.py trains on it",
     r"validate .*--only": "tests/test_validation_sets.py measures by name",
     r"examples/smollm2|--model smollm2": "its model is downloaded; the plugin's tests do that",
     r"train puzzles\.toml": "its model has to be downloaded",

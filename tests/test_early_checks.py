@@ -197,14 +197,13 @@ def test_an_environment_that_cannot_judge_one_reply_ends_before_a_model_is_read(
     assert "grpo_core/environments" not in done.stderr, "frames of the plugin alone"
 
 
-@pytest.mark.parametrize("hint", ["", ", hint='2'"])
-def test_an_environment_that_never_hints_is_refused_by_name_for_a_loss_of_hints(here, hint):
+def test_an_environment_that_never_hints_is_refused_by_name_for_a_loss_of_hints(here):
     (here / "env.py").write_text(
         "import grpo_core as grpo\nclass Env(grpo.Environment):\n"
         "    def prompts(self, split): return [grpo.Prompt(messages='1+1=', answer='2')]\n"
-        f"    def evaluate(self, episodes): return [grpo.Feedback(reward=0.0{hint})]\n"
+        "    def evaluate(self, episodes): return [grpo.Feedback(reward=0.0)]\n"
     )
     hinted = option("loss.name", "self_distillation")
     done = grpo(here, "train", "--env", "./env.py:Env", "--model", "huge", *hinted)
     assert done.returncode != 0
-    assert ("task 'env' gives no hints, from which the loss learns" in done.stderr) == (not hint)
+    assert "task 'env' gives no hints, from which the loss learns" in done.stderr

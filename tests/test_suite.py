@@ -32,16 +32,16 @@ def test_a(broken):
 """
 
 
-def suite(directory: Path, text: str) -> tuple[int, str]:
+def suite(directory: Path, text: str, workers: int = 0) -> tuple[int, str]:
     directory.joinpath("test_one.py").write_text(text)
-    command = [sys.executable, str(SUITE), "-q", "-n", "2", "--rootdir", ".", "test_one.py"]
+    command = [sys.executable, str(SUITE), "-q", "-n", str(workers), "--rootdir", ".", "test_one.py"]
     ended = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
     return ended.returncode, ended.stdout + ended.stderr
 
 
 @pytest.mark.long
 def test_a_test_that_passes_alone_is_named_and_forgiven(tmp_path):
-    status, said = suite(tmp_path, PASSES_ALONE + "def test_b():\n    pass\n")
+    status, said = suite(tmp_path, PASSES_ALONE + "def test_b():\n    pass\n", workers=2)
     assert status == 0
     assert said.rstrip().endswith("they depend on what runs beside them:\n    test_one.py::test_a")
 

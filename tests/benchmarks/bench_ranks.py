@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import random
 import sys
 import tempfile
 from pathlib import Path
@@ -20,12 +21,12 @@ from typing import Any
 
 import torch
 import torch.multiprocessing
-from bench_trainer import rows
 from bench_update_memory import MIB, make_model, private
 
 from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.config.run import TrainerSetup
-from grpo_core.contracts.records import Batch
+from grpo_core.contracts.records import Batch, Row
+from grpo_core.contracts.tokens import Tokens
 from grpo_core.training.plan import shares
 from grpo_plugin_scale.training.trainer import create
 
@@ -60,7 +61,20 @@ def trained(rank: int, ranks: int, model: str, meeting: str, found: Any) -> None
             rendezvous=meeting,
         )
     )
-    batch = rows([8] * 8, prompt=8, vocabulary=16_000)
+    chance = random.Random(0)
+
+    def ids() -> list[int]:
+        return chance.choices(range(3, 16_000), k=8)
+
+    batch = tuple(
+        Row(
+            prompt_ids=tuple(ids()),
+            tokens=Tokens.generated(ids(), (-1.0,) * 8, (0,) * 8),
+            advantage=1.0 if i % 2 else -1.0,
+            group=0,
+        )
+        for i in range(8)
+    )
     for step in range(STEPS):
         given = Batch(step=step, rows=batch, temperature=1.0)
         trainer.train(shares(given, updates=1, ranks=ranks)[rank])

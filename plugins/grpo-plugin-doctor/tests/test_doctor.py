@@ -197,17 +197,16 @@ def test_a_large_model_is_a_problem_with_what_to_change(doctor_here, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("settings", "gib"),
+    ("settings", "bytes_each"),
     [
         (["checkpoint.best=validation/sort/accuracy"], 12 * 4),
         (["checkpoint.keep_every=50", "checkpoint.every=20", "trainer.steps=400"], 12 * (3 + 4)),
     ],
 )
-def test_checkpoints_are_counted_as_they_are_written(doctor_here, tmp_path, settings, gib):
-    directory = eight_billion(tmp_path / "eight")
+def test_checkpoints_are_counted_as_they_are_written(doctor_here, small, settings, bytes_each):
     changes = [word for each in settings for word in ("--set", each)]
-    _, checks = doctor_here("--env", "math:sort", "--set", f"model.path={directory}", *changes, status=None)
-    assert f"up to {size(gib * EIGHT_PARAMETERS)};" in checks["run's checkpoints"]["found"]
+    data, checks = doctor_here("--env", "math:sort", "--set", f"model.path={small}", *changes)
+    assert f"up to {size(bytes_each * data['memory']['parameters'])};" in checks["run's checkpoints"]["found"]
 
 
 @pytest.mark.long

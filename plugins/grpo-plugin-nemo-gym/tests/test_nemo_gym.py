@@ -14,9 +14,9 @@ import json
 import os
 import pickle
 import subprocess
-import sys
 from pathlib import Path
 
+import forks
 import pytest
 from aiohttp import web
 from serving import serving
@@ -488,11 +488,8 @@ def test_a_run_trains_on_rows_of_a_server(tmp_path):
             f"tasks.rows.env=nemo_gym:{url}", "tasks.rows.options.path=rows.jsonl", "model.path=tiny",
             "rollout.max_tokens=8", "model.options.warm_start_steps=0",
         ]  # fmt: skip
-        command = [sys.executable, "-m", "grpo_core", "train", "--output", "run"]
-        done = subprocess.run(
-            [*command, *(part for each in settings for part in ("--set", each))],
-            cwd=tmp_path, capture_output=True, text=True,
-        )  # fmt: skip
+        chosen = (part for each in settings for part in ("--set", each))
+        done = forks.grpo(tmp_path, "train", "--output", "run", *chosen)
     assert done.returncode == 0, done.stderr
     assert "feedback_count/rows" in json.loads(
         (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]

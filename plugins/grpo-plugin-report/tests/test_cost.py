@@ -6,12 +6,10 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
-from forks import grpo
+from forks import GRPO, grpo
 
 import grpo_plugin_report
 from grpo_core import Run, RunInfo
@@ -20,31 +18,20 @@ from grpo_plugin_devkit.trackers import check_tracker
 from grpo_plugin_report import report
 from grpo_plugin_report.cost import Account, CostTracker
 
-GRPO = Path(sys.executable).with_name("grpo-core")
 SMALL = {"trainer.prompts_per_step": 2, "rollout.group_size": 2, "rollout.max_tokens": 8,
          "checkpoint.every": 1, "validation.every": 0, "model.options.warm_start_steps": 0,
          "model.options.width": 32}  # fmt: skip
 
 
-def train(cwd, *arguments, **more):
-    return subprocess.Popen(
-        [GRPO, "train", *arguments],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        **more,
-    )
+def trained(cwd, *arguments):
+    """Run the command to its end; return its status and what it said."""
+    done = grpo(cwd, "train", *arguments)
+    return done.returncode, done.stdout + done.stderr
 
 
 def options(**settings):
     chosen = {name.replace("__", "."): value for name, value in settings.items()}
     return [word for key, value in chosen.items() for word in ("--set", f"{key}={value}")]
-
-
-def ended(process):
-    output, _ = process.communicate(timeout=200)
-    return process.returncode, output
 
 
 def listed(cwd):
@@ -133,7 +120,7 @@ def test_section_and_tracker_keep_their_contracts():
      ("gpus=2", "cost.gpus = 2 does nothing")],
 )  # fmt: skip
 def test_wrong_prices_are_one_line_and_start_nothing(tmp_path, setting, said):
-    status, told = ended(train(tmp_path, "--env", "math:sort", "--set", f"cost.{setting}", "--output", "x"))
+    status, told = trained(tmp_path, "--env", "math:sort", "--set", f"cost.{setting}", "--output", "x")
     assert (status, len(told.splitlines())) == (2, 1)
     assert said in told
     assert not (tmp_path / "x").exists()
@@ -144,8 +131,8 @@ def test_a_run_stops_at_its_price_with_a_checkpoint_and_a_resumed_one_adds(tmp_p
     """Tokens alone cost something here, so the amounts do not depend on the machine."""
     prices = options(cost__per_million_tokens=100_000, cost__currency="EUR")
     goal = options(trainer__steps=60, trainer__stop_when="cost >= 20")
-    status, told = ended(
-        train(tmp_path, "--env", "math:sort", *options(**SMALL), *prices, *goal, "--output", "run")
+    status, told = trained(
+        tmp_path, "--env", "math:sort", *options(**SMALL), *prices, *goal, "--output", "run"
     )
     assert status == 0, told
     assert re.search(r"^cost: [\d.]+ EUR, [\d.]+ a step$", told, re.M), told
@@ -157,7 +144,7 @@ def test_a_run_stops_at_its_price_with_a_checkpoint_and_a_resumed_one_adds(tmp_p
     page = (tmp_path / "run" / "report.html").read_text()
     assert f"<b>{Account.of(Run(tmp_path / 'run')).total}</b>" in page
     more = options(trainer__stop_when="", trainer__steps=rows[-1]["step"] + 6)
-    status, told = ended(train(tmp_path, "--resume", "run", *more))
+    status, told = trained(tmp_path, "--resume", "run", *more)
     assert status == 0, told
     last = listed(tmp_path)["cost"]
     row = Run(tmp_path / "run").metrics()[-1]
@@ -172,7 +159,10 @@ def test_a_run_stops_at_its_price_with_a_checkpoint_and_a_resumed_one_adds(tmp_p
 @pytest.mark.slow
 def test_the_time_of_a_killed_run_is_paid_as_well(tmp_path):
     dear = options(cost__per_hour=3600, trainer__steps=2000)
-    process = train(tmp_path, "--env", "math:sort", *options(**SMALL), *dear, "--output", "run")
+    command = [GRPO, "train", "--env", "math:sort", *options(**SMALL), *dear, "--output", "run"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     checkpoints = tmp_path / "run" / "checkpoints"
     try:
         while not list(checkpoints.glob("step-000003")):
@@ -183,7 +173,7 @@ def test_the_time_of_a_killed_run_is_paid_as_well(tmp_path):
         process.communicate()
     before = listed(tmp_path)["cost"]["amount"]
     newest = max(Run(tmp_path / "run", strict=False).checkpoints)
-    status, told = ended(train(tmp_path, "--resume", "run", *options(trainer__steps=newest + 2)))
+    status, told = trained(tmp_path, "--resume", "run", *options(trainer__steps=newest + 2))
     assert status == 0, told
     after = listed(tmp_path)["cost"]["amount"]
     events = [*Run(tmp_path / "run").events()]

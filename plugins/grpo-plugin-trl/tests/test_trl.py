@@ -3,11 +3,9 @@
 import contextlib
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forks
 import pytest
 
 import grpo_core as grpo
@@ -299,11 +297,8 @@ def test_a_run_trains_on_a_reward_function_and_a_file_of_rows(tmp_path):
         'tasks.rows.options.more=["' + f'{OURS}:length' + '"]', "model.path=tiny", "rollout.max_tokens=8",
         "model.options.warm_start_steps=0",
     ]  # fmt: skip
-    command = [sys.executable, "-m", "grpo_core", "train", "--output", "run"]
-    done = subprocess.run(
-        [*command, *(part for each in settings for part in ("--set", each))],
-        cwd=tmp_path, capture_output=True, text=True, env=os.environ,
-    )  # fmt: skip
+    chosen = (part for each in settings for part in ("--set", each))
+    done = forks.grpo(tmp_path, "train", "--output", "run", *chosen)
     assert done.returncode == 0, done.stderr
     last = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]
     assert "feedback_matches/rows" in json.loads(last)
