@@ -48,8 +48,7 @@ def reaches(reward: float, threshold: float, terms: Sequence[float] = ()) -> boo
     Args:
         terms: what the reward is the sum of, if it is known: noise is relative to the largest.
     """
-    noise = EQUAL * max(map(abs, terms), default=0.0)
-    return reward >= threshold or equal([reward, threshold], noise)
+    return reward >= threshold or equal([reward, threshold], EQUAL * max(map(abs, terms), default=0.0))
 
 
 # ---------------------------------------------------------------------------------- relative to the group

@@ -152,8 +152,7 @@ async def completed(
     Raises PluginError if they break the engine's contract.
     """
     completions = await engine.generate(requests)
-    check_completions(completions, requests, vocabulary=renderer.vocabulary)
-    highest = max((int(each.token_ids.max(initial=0)) for each in completions), default=0)
+    highest = check_completions(completions, requests, vocabulary=renderer.vocabulary)
     if highest >= renderer.tokens:
         report(
             "textless",
@@ -203,8 +202,10 @@ LOGPROB_SLACK = 1e-3
 
 def check_completions(
     completions: Sequence[Completion], requests: Sequence[GenerationRequest], *, vocabulary: int = 2**31
-) -> None:
-    """Raise PluginError if completions break the engine's contract, so that none reaches the trainer.
+) -> int:
+    """Return the highest token id of completions, or 0.
+
+    Raises PluginError if they break the engine's contract, so that none reaches the trainer.
 
     Args:
         vocabulary: number of token ids that the model has.
@@ -220,7 +221,7 @@ def check_completions(
                 f"{request.max_tokens}"
             )
     if not completions:
-        return
+        return 0
     ids = np.concatenate([completion.tokens.ids for completion in completions])
     strange = ids[(ids < 0) | (ids >= vocabulary)]
     if strange.size:
@@ -235,6 +236,7 @@ def check_completions(
             f"engine: generate() returned the logprob {logprobs[~valid][0]} for a sampled token; expected a "
             "finite number of at most 0"
         )
+    return int(ids.max(initial=0))
 
 
 def check_request(request: GenerationRequest, *, engine: str, vocabulary: int, positions: int) -> None:

@@ -431,6 +431,8 @@ def _read_logprobs(values: ArrayLike) -> NDArray[np.float32]:
 
 def _read_list(kind: str, values: Sequence[Any], valid: Callable[[Any], bool], expected: str) -> NDArray[Any]:
     """Read C's ints or floats.  ``array`` refuses a float among ints, which numpy would truncate."""
+    if not values:
+        return _NONE[kind]
     try:
         read = array(kind, values)
     except (TypeError, OverflowError):
@@ -443,4 +445,5 @@ def _is_id(value: object) -> bool:
     return isinstance(value, int) and -_LIMIT <= value < _LIMIT
 
 
+_NONE = {kind: np.frombuffer(b"", kind) for kind in ("i", "f")}
 _EMPTY = Tokens((), (), (), ())

@@ -194,6 +194,7 @@ def task_metrics(groups: Sequence[Group], *, step: int) -> dict[str, float]:
     for task, members in sorted(by_task.items()):
         rollouts = [rollout for group in members for rollout in group.rollouts]
         rewards = [r.reward for r in rollouts if r.reward is not None]
+        lengths = sorted(rollout.n_sampled for rollout in rollouts)
         staleness.append(step - sampled_versions(rollouts))
         metrics |= {
             **({f"reward/{task}": fmean(rewards)} if rewards else {}),
@@ -204,8 +205,8 @@ def task_metrics(groups: Sequence[Group], *, step: int) -> dict[str, float]:
             ),
             f"groups/{task}": float(len(members)),
             f"staleness/{task}": _mean(staleness[-1]),
-            f"completion_tokens/{task}": completion_tokens(rollouts),
-            **{f"completion_tokens_{name}/{task}": value for name, value in _lengths(rollouts).items()},
+            f"completion_tokens/{task}": fmean(lengths),
+            **{f"completion_tokens_{name}/{task}": value for name, value in _quantiles(lengths).items()},
             f"turns/{task}": fmean([rollout.turns for rollout in rollouts]),
             f"segments/{task}": fmean([len(rollout.segments) for rollout in rollouts]),
             f"truncated/{task}": truncated(rollouts),
@@ -233,9 +234,8 @@ def _mean(staleness: NDArray[np.int32]) -> float:
     return float(staleness.mean()) if staleness.size else 0.0
 
 
-def _lengths(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the smallest, median, 95% and largest number of sampled tokens of a rollout."""
-    lengths = sorted(rollout.n_sampled for rollout in rollouts)
+def _quantiles(lengths: Sequence[int]) -> dict[str, float]:
+    """Return the smallest, median, 95% and largest of sorted numbers of sampled tokens."""
     quantiles = {"min": 0.0, "p50": 0.5, "p95": 0.95, "max": 1.0}
     return {name: float(lengths[max(0, ceil(part * len(lengths)) - 1)]) for name, part in quantiles.items()}
 

@@ -494,6 +494,8 @@ class Pipeline:
 
         Until then their group is in flight, so that a checkpoint has only tokens sampled by good weights.
         """
+        if self.buffer.version == self._trained:
+            return
         newest = sampled_versions(rollouts).max(initial=0)
         if self.buffer.version < newest <= self._trained:  # a version that was never published is an error
             await self._when(

@@ -36,7 +36,7 @@ from grpo_core.contracts.incidents import IncidentKind, report
 from grpo_core.contracts.playing import EnvironmentClient, completed, derive_seed
 from grpo_core.contracts.protocols import Engine, Renderer
 from grpo_core.contracts.records import EndReason, Judgement, Message, Prompt, Rollout, SessionStart
-from grpo_core.contracts.tokens import as_ids
+from grpo_core.contracts.tokens import Ids, as_ids
 from grpo_core.loop.timeline import during
 from grpo_core.loop.turns import RolloutRequest, RolloutState, SamplingParams
 from grpo_core.processes.aio import Limit, gather
@@ -180,18 +180,18 @@ class _Turns:
             keys.append((id(prompt), repr(begun.tools) if begun.tools else ""))
             starts[keys[-1]] = prompt, begun
 
-        def render() -> dict[tuple[int, str], Sequence[int] | ControlInText]:
-            return {
-                key: _or_refusal(renderer.prompt_ids, prompt.messages, begun.tools)
-                for key, (prompt, begun) in starts.items()
-            }
+        def ids_of(prompt: Prompt, begun: SessionStart) -> Ids:
+            return as_ids(renderer.prompt_ids(prompt.messages, begun.tools))
+
+        def render() -> dict[tuple[int, str], Ids | ControlInText]:
+            return {key: _or_refusal(ids_of, *start) for key, start in starts.items()}
 
         rendered = await renderer.run(render, sum(_size(prompt.messages) for prompt, _ in starts.values()))
         for state, begun, key in zip(self._states, opened, keys, strict=True):
             if isinstance(ids := rendered[key], ControlInText):
                 self._refuse(state, ids)
             else:
-                state.begin(begun, as_ids(ids), self._context)
+                state.begin(begun, ids, self._context)
 
     def _refuse(self, state: RolloutState, error: ControlInText) -> None:
         """Fail a rollout with a text that spells a control token."""

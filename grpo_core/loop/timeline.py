@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
 from attrs import define, field
@@ -136,15 +136,10 @@ def taken_down(timeline: Timeline) -> Iterator[None]:
         _current.reset(token)
 
 
-@contextmanager
-def during(lane: str, what: str) -> Iterator[None]:
+def during(lane: str, what: str) -> AbstractContextManager[None]:
     """Record a lane's activity inside this context, if there is a timeline."""
     timeline = _current.get()
-    if timeline is None:
-        yield
-        return
-    with timeline.during(lane, what):
-        yield
+    return nullcontext() if timeline is None else timeline.during(lane, what)
 
 
 def stage(what: str) -> None:

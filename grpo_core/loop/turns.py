@@ -102,9 +102,9 @@ class RolloutState:
     sampling: SamplingParams
     session: str = field(init=False, factory=lambda: str(next(_SESSIONS)))
     tools: tuple[Mapping[str, Any], ...] = ()
-    segments: list[Segment] = field(init=False, factory=list)
+    segments: tuple[Segment, ...] = field(init=False, default=())
     """Segments that have ended."""
-    prompt_ids: Ids = field(init=False, factory=lambda: Tokens.empty().ids)
+    prompt_ids: Ids = field(init=False, default=Tokens.empty().ids)
     """Tokens before the first completion of the current segment."""
     parts: list[Tokens] = field(init=False, factory=list)
     """Completions and answers of the current segment in turn."""
@@ -119,9 +119,9 @@ class RolloutState:
     answer: str | None = None
     hint: str | None = field(init=False)
     turns: int = 0
-    turn_rewards: list[float] = field(factory=list)
-    turn_tokens: list[int] = field(factory=list)
-    turn_states: list[str] = field(factory=list)
+    turn_rewards: tuple[float, ...] = ()
+    turn_tokens: tuple[int, ...] = ()
+    turn_states: tuple[str, ...] = ()
     n_sampled: int = 0
     """Number of tokens of all completions."""
     tool_calls: int = 0
@@ -173,12 +173,13 @@ class RolloutState:
         A rollout whose player fails because a limit refused a turn counts as played to its end.
         """
         feedback = None if recording.feedback is None else Judgement.of(recording.feedback)
-        *self.segments, last = recording.segments or (self._segment(),)
+        *ended, last = recording.segments or (self._segment(),)
+        self.segments = tuple(ended)
         self.prompt_ids, self.parts, self.n_tokens = last.prompt_ids, [last.tokens], len(last.tokens)
         self.messages = recording.messages or self.messages
-        self.turn_tokens, self.tool_calls = list(recording.turn_tokens), recording.tool_calls
+        self.turn_tokens, self.tool_calls = recording.turn_tokens, recording.tool_calls
         self.turns, self.n_sampled = len(self.turn_tokens), sum(self.turn_tokens)
-        self.turn_rewards, self.turn_states = [0.0] * self.turns, [""] * self.turns
+        self.turn_rewards, self.turn_states = (0.0,) * self.turns, ("",) * self.turns
         self.finish_reason = recording.finish_reason
         failed = None if feedback is None else feedback.error
         if recording.error is not None:
@@ -275,10 +276,11 @@ class RolloutState:
             self.tool_calls += len(calls)
         self.messages = (*self.messages, message)
         self.turns += 1
-        self.turn_rewards.append(0.0)
-        self.turn_tokens.append(len(completion.tokens))
-        self.turn_states.append("")
-        self.n_sampled += len(completion.tokens)
+        sampled = len(completion.tokens)
+        self.turn_rewards += (0.0,)
+        self.turn_tokens += (sampled,)
+        self.turn_states += ("",)
+        self.n_sampled += sampled
         self.awaiting_reward = True
         self.finish_reason = completion.finish_reason
         if self.finish_reason == "length" and self.room <= 0:
@@ -309,9 +311,9 @@ class RolloutState:
             self.give_up(error, lost=feedback.lost, fault=fault)
             return False
         self.awaiting_reward = False
-        self.turn_rewards[-1] = feedback.reward or 0.0
+        self.turn_rewards = (*self.turn_rewards[:-1], feedback.reward or 0.0)
         self.reward = fsum(self.turn_rewards)
-        self.turn_states[-1] = feedback.state
+        self.turn_states = (*self.turn_states[:-1], feedback.state)
         for name, value in feedback.metrics.items():
             self.metrics.setdefault(name, []).append(value)
             if self.environment.about.combine.get(name) == "last":
@@ -402,7 +404,7 @@ class RolloutState:
             return
         self.messages += continuation.messages
         if continuation.rewritten:
-            self.segments.append(self._segment())
+            self.segments += (self._segment(),)
             self.prompt_ids, self.parts, self.n_tokens = ids, [], 0
         else:
             self._append(Tokens.context(ids))
