@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from size import code_lines, counted, sums
 
-LIMITS = {"core": 22_474, "built-in": 5_478, "all distributions": 53_687}
+LIMITS = {"core": 22_438, "built-in": 5_478, "all distributions": 53_658}
 
 
 @pytest.mark.parametrize("part", LIMITS)
