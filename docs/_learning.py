@@ -30,8 +30,9 @@ ARMS = {
 }
 """Settings of each task that the picture shows."""
 WAYS = {
-    "rewards (GRPO)": (0, "grpo"),
-    "hints": (0, "hints"),
+    "rewards (GRPO), one update a step": (0, "grpo"),
+    "rewards, four updates": (0, "grpo_4"),
+    "rewards and hints (`mix`), four updates": (0, "hints"),
 }
 """The arms of the study of sums, by their titles on the page."""
 NUMBERS, PICTURE, PAGE = DOCS / "learning.json", DOCS / "learning.svg", DOCS / "learning.md"
@@ -127,13 +128,13 @@ def equivalence(runs: Runs, arm: Arm, other: Arm) -> str:
 
 
 def taught(runs: Runs) -> str:
-    """Return a table of the accuracy after 10 and 40 steps, from rewards and from hints."""
+    """Return a table of the accuracy after so many steps, from rewards and from hints."""
     if not runs:
         return "No seed is in yet."
-    lines = ["| learns from | seeds | at first | 10 steps | 40 steps |", "|---|---|---|---|---|"]
+    lines = ["| learns from | seeds | at first | 10 steps | 20 | 40 |", "|---|---|---|---|---|---|"]
     for name, arm in WAYS.items():
         its = [run["validated"] for run in runs.get(arm, {}).values()]
-        cells = [_cell([run[at] for run in its]) if its else "" for at in (0, 1, -1)]
+        cells = [_cell([run[at] for run in its]) if its else "" for at in (0, 1, 2, -1)]
         lines.append(f"| {name} | {len(its)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -1,13 +1,16 @@
 """Settings for speed and memory: none of them costs precision."""
 
 import ctypes
+import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 
 from grpo_core.processes import cpu, memory
+from grpo_core.processes.cpu import busy_looks, hold_threads
 
 
 @pytest.fixture(autouse=True)
@@ -108,3 +111,34 @@ def test_freed_memory_is_given_back_once_a_process_has_grown_and_not_in_each_ste
 
 def test_a_process_knows_how_much_memory_it_takes():
     assert memory.resident() > 50 << 20
+
+
+def test_cores_are_busy_as_soon_as_threads_wait_for_them_and_free_after_ten_looks_without_a_wait() -> None:
+    assert busy_looks(0, 1.0, 0.05) == 0
+    assert busy_looks(0, 1.0, 0.2) == busy_looks(3, 1.0, 0.2) == 10
+    assert [busy_looks(left, 1.0, 0.05) for left in (10, 1, 0)] == [9, 0, 0]
+
+
+def test_a_process_that_hardly_computes_says_nothing_about_the_cores() -> None:
+    assert [busy_looks(left, 0.01, 0.5) for left in (10, 1, 0)] == [10, 1, 0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_the_thread_that_shortens_spins_has_as_many_threads_as_there_are_cores_until_its_end() -> None:
+    before, held = _threads(), []
+
+    class End(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            held.append(_threads())
+            return True
+
+    holding = threading.Thread(target=hold_threads, args=(End(),))
+    holding.start()
+    holding.join()
+    assert held == [before + (os.cpu_count() or 1)]
+    while _threads() > before:
+        os.sched_yield()
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))

@@ -18,7 +18,7 @@ from grpo_core.contracts.errors import ChildDied, ConfigError, DeadlineExceeded,
 from grpo_core.contracts.incidents import reported_to
 from grpo_core.processes import child as processes
 from grpo_core.processes import orphans
-from grpo_core.processes.child import Child, with_short_spin
+from grpo_core.processes.child import Child
 from grpo_core.processes.served import RemoteTraceback
 
 HERE = Path(__file__).parent
@@ -535,11 +535,3 @@ def _running(pid):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def test_threads_of_a_child_spin_for_less_where_others_need_the_cores():
-    cores = os.cpu_count() or 1
-    assert with_short_spin({"HOME": "/h"}, load=cores) == {"HOME": "/h", "GOMP_SPINCOUNT": "10000"}
-    assert with_short_spin({"HOME": "/h"}, load=0.2 * cores) == {"HOME": "/h"}
-    for chosen in ({"GOMP_SPINCOUNT": "5"}, {"OMP_WAIT_POLICY": "ACTIVE"}):
-        assert with_short_spin(chosen, load=cores) == chosen

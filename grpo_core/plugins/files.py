@@ -113,6 +113,4 @@ def _module(name: str) -> Any:
     return importlib.import_module(name)
 
 
-@functools.cache
-def _file(path: Path) -> Any:
-    return import_file(path)
+_file = functools.cache(import_file)

@@ -168,7 +168,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**with_short_spin(inherited), **environ, orphans.MARK: self._mark},
+                env={**inherited, **environ, orphans.MARK: self._mark},
                 # for killpg, and out of ctrl-C's reach; no session: where Linux shares the cores among
                 # sessions, those that compute may keep the one that wakes up waiting for a second
                 process_group=0,
@@ -371,22 +371,6 @@ class Child:
             return ""
         masked = self._mask("\n".join(f"    {line}" for line in tail))  # programs that it started print, too
         return f"; the end of {self._log}:\n{masked}" if masked else ""
-
-
-def with_short_spin(environ: Mapping[str, str], load: float | None = None) -> Mapping[str, str]:
-    """Return the variables with a short spin of OpenMP's threads if the cores are busy.
-
-    A waiting thread spins for milliseconds by default, and on busy cores the thread that it waits for cannot
-    run meanwhile: next to two busy programs a step takes 5 times as long.  A short spin always would cost up
-    to 10% on an idle machine.
-
-    Args:
-        load: number of runnable processes; default: the load of the last minute.
-    """
-    if environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
-        return environ
-    busy = (os.getloadavg()[0] if load is None else load) >= (os.cpu_count() or 1) / 2
-    return {**environ, "GOMP_SPINCOUNT": "10000"} if busy else environ
 
 
 def _exit(code: int) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +28,11 @@ KEPT_FREE = 256 << 20
 """Bytes of freed memory that a process keeps for later allocations."""
 GROWN = 1 << 30
 """Bytes by which a trainer grows before it returns freed memory."""
+LOOKS, IDLE = 0.5, 0.1
+"""Seconds between two looks at the cores, and seconds on a core below which one says nothing."""
+BUSY, BUSY_LOOKS = 0.1, 10
+"""Time of waiting for a core, as a share of the time on one, above which the cores are busy; and number of
+looks that they count as busy from then on."""
 
 
 def resolve_device(configured: str, key: str) -> torch.device:
@@ -59,16 +67,70 @@ def prepare(threads: int) -> None:
     # torch prefers cuDNN's attention on Hopper: it takes time and memory for each new length, and with a mask
     # gradients may be NaN (pytorch#196678)
     torch.backends.cuda.enable_cudnn_sdp(False)
-    if (mallopt := _of_malloc("mallopt")) is not None:
+    if (mallopt := _of_library("mallopt")) is not None:
         # keep freed memory: the system would zero each returned page at its next use
         mallopt(_M_MMAP_THRESHOLD, LARGE)
         mallopt(_M_TRIM_THRESHOLD, KEPT_FREE)
     _choose_float32_products()
+    if threads > 1 and _of_library("GOMP_parallel") is not None and os.path.exists("/proc/self/schedstat"):
+        threading.Thread(target=_shorten_spins, daemon=True).start()
+
+
+def busy_looks(left: int, on_cores: float, waiting: float) -> int:
+    """Return the number of looks for which the cores count as busy.  Pure.
+
+    Args:
+        left: the number before.
+        on_cores: seconds since the last look that the threads of this process were on a core.
+        waiting: seconds that they waited for one.
+    """
+    if on_cores < IDLE:
+        return left
+    return BUSY_LOOKS if waiting > BUSY * on_cores else max(left - 1, 0)
+
+
+def _shorten_spins() -> None:
+    """Shorten the spins of OpenMP's idle threads while the cores are busy.
+
+    An idle thread spins for milliseconds, and on busy cores the thread that it waits for cannot run
+    meanwhile.  It hardly spins while a process has more threads of OpenMP than there are cores (libgomp's
+    manual, GOMP_SPINCOUNT): a thread with idle ones of its own shortens the spins, and its end makes them
+    long again.
+    """
+    end: threading.Event | None = None
+    left, now = 0, _scheduled()
+    while True:
+        time.sleep(LOOKS)
+        before, now = now, _scheduled()
+        left = busy_looks(left, now[0] - before[0], now[1] - before[1])
+        if left and end is None:
+            end = threading.Event()
+            threading.Thread(target=hold_threads, args=(end,), daemon=True).start()
+        elif end is not None and not left:
+            end.set()
+            end = None
+
+
+def _scheduled() -> tuple[float, float]:
+    """Return the seconds that the threads of this process were on a core, and waited for one."""
+    on_cores = waiting = 0
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/schedstat") as file:  # it may end
+            first, second, _ = map(int, file.read().split())
+            on_cores, waiting = on_cores + first, waiting + second
+    return on_cores / 1e9, waiting / 1e9
+
+
+def hold_threads(end: threading.Event) -> None:
+    """Have as many idle threads of OpenMP as there are cores until the end."""
+    nothing = ctypes.cast(_of_library("omp_get_thread_num"), ctypes.c_void_p)
+    _of_library("GOMP_parallel")(nothing, None, os.cpu_count() or 1, 0)
+    end.wait()
 
 
 def return_freed_memory() -> None:
     """Return freed memory to the system, including other threads' memory, which would stay unused."""
-    if (trim := _of_malloc("malloc_trim")) is not None:
+    if (trim := _of_library("malloc_trim")) is not None:
         trim(0)
 
 
@@ -102,8 +164,8 @@ class FreedMemory:
             self._needed = None
 
 
-def _of_malloc(name: str) -> Any:
-    """Return a function of the GNU C library, or None with another library."""
+def _of_library(name: str) -> Any:
+    """Return a function of the GNU libraries of C and OpenMP, or None with others."""
     try:
         return getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError, TypeError):

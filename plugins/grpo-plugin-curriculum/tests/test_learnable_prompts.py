@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -47,8 +47,9 @@ def a_stream(sampler: Any = None, n: int = N) -> PromptStream:
 def epoch(stream: PromptStream, version: int = 0) -> list[str]:
     """The ids of the prompts that are drawn while the loader offers its prompts once."""
     drawn: list[str] = []
-    before = stream.loaders["task"].epoch  # type: ignore[attr-defined]
-    while stream.loaders["task"].epoch < before + 1:  # type: ignore[attr-defined]
+    loader = cast(IndexedLoader, stream.loaders["task"])
+    before = loader.rows
+    while loader.rows < before + len(loader):
         drawn += [prompt.id for prompt in stream.draw(request(1, version))]
     return drawn
 
