@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from size import code_lines, counted, sums
 
-LIMITS = {"core": 22_438, "built-in": 5_478, "all distributions": 53_658}
+LIMITS = {"core": 22_466, "built-in": 5_478, "all distributions": 53_686}
 
 
 @pytest.mark.parametrize("part", LIMITS)
