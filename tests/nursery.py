@@ -39,7 +39,7 @@ KINDS = {
         ],
     ),
 }
-"""What the children of a kind have in their variables, and the modules that they import."""
+"""The variables of the children of a kind, and the modules that they import."""
 EARLY = ("CUDA", "HF_", "LD_", "PYTHON", "TORCH", "TRANSFORMERS_")
 """Beginnings of the names of variables that count at a start; the number of threads is set later."""
 

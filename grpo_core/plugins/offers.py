@@ -132,7 +132,7 @@ class Bound(Generic[Argument, Returned]):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What a loss needs with its options, such as "scores.reference"."""
+        """The needs of a loss with its options, such as "scores.reference"."""
         return needs_of(self.function, self.options)
 
     def __call__(self, given: Argument, /) -> Returned:
