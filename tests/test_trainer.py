@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import re
+import select
 import shutil
 import signal
 import sys
@@ -1148,8 +1149,11 @@ def test_an_error_of_torch_in_the_trainer_is_one_line_and_its_traceback_is_in_th
 
 
 def killed(pid: int) -> None:
+    """End a process, which may be the child of another one, and return when it has ended."""
+    ends = os.pidfd_open(pid)
     os.kill(pid, signal.SIGKILL)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    select.select([ends], [], [])
+    os.close(ends)
 
 
 @pytest.mark.slow
