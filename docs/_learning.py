@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from math import sqrt
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 from grpo_plugin_report.charts import HEIGHT, Chart, Series, chart
@@ -42,9 +42,13 @@ FEWEST = 3
 """Seeds from which a mean has an interval: that of two is wider than all that was measured."""
 MARGIN = 0.02
 """Difference in accuracy below which two settings count as equal."""
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+LOSS = 0.03
+"""Loss of accuracy below which a setting counts as not worse."""
+AIM = 0.8
+"""Mean reward to which the seconds are counted."""
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}
 """Quantile 0.975 of Student's t for this many seeds: of an interval that covers the mean with 95%."""
-T_90 = {2: 6.314, 3: 2.920, 4: 2.353, 5: 2.132}
+T_90 = {2: 6.314, 3: 2.920, 4: 2.353, 5: 2.132, 6: 2.015}
 """Quantile 0.95: two one-sided tests at 5% hold if the interval of 90% is within the margin."""
 
 Arm = tuple[int, str]
@@ -77,11 +81,12 @@ def _cell(values: Sequence[float], *, scale: float = 100.0, digits: int = 1, uni
     return f"{mean * scale:.{digits}f}{unit} ± {half * scale:.{digits}f}"
 
 
-def table(runs: Runs) -> str:
+def table(task: str, runs: Runs) -> str:
     """One row for each arm."""
     lines = [
-        "| `max_staleness` | correction | seeds | accuracy | against 0, in points | mean reward |",
-        "|---|---|---|---|---|---|",
+        "| `max_staleness` | correction | seeds | accuracy | against 0, in points | mean reward "
+        f"| seconds to {AIM} |",
+        "|---|---|---|---|---|---|---|",
     ]
     for (bound, correction), seeds in runs.items():
         accuracy = [run["accuracy"] for run in seeds.values()]
@@ -89,9 +94,17 @@ def table(runs: Runs) -> str:
         lines.append(
             f"| {bound} | {'none' if correction == 'off' else f'`{correction}`'} | {len(seeds)} "
             f"| {_cell(accuracy)} | {_against(runs, (bound, correction), SYNCHRONOUS)} "
-            f"| {_cell(reward, scale=1.0, digits=3, unit='')} |"
+            f"| {_cell(reward, scale=1.0, digits=3, unit='')} | {_seconds(task, bound, seeds)} |"
         )
     return "\n".join(lines)
+
+
+def _seconds(task: str, bound: int, seeds: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return the steps to the mean reward ``AIM``, times the median of the seconds of a step."""
+    rewards = [fmean(each) for each in zip(*(run["reward"] for run in seeds.values()), strict=True)]
+    steps = next((WINDOW * (place + 0.5) for place, each in enumerate(rewards) if each >= AIM), None)
+    pace = json.loads(NUMBERS.read_text())["pace"].get(f"{task}/{bound}")
+    return f"{steps * median(pace):.0f}" if steps and pace else ""
 
 
 def differences(runs: Runs, arm: Arm, other: Arm) -> list[float]:
@@ -123,6 +136,17 @@ def equivalence(runs: Runs, arm: Arm, other: Arm) -> str:
         f"The difference in accuracy, paired by {len(paired)} seeds, is {mean * 100:+.1f} points; its "
         f"interval of 90%, {low * 100:+.1f} to {high * 100:+.1f}, {told}."
     )
+
+
+def not_worse(runs: Runs, bound: int) -> str:
+    """Return what each correction of the study loses with a bound, and whether that is within ``LOSS``."""
+    told = []
+    for correction in ("token_truncate", "geometric_mask"):
+        paired = differences(runs, (bound, correction), SYNCHRONOUS)
+        mean, half = interval(paired, T_90)
+        verdict = "not shown" if mean - half <= -LOSS else "shown"
+        told.append(f"`{correction}` loses {-mean:.1%}, at most {half - mean:.1%}: {verdict}")
+    return "; with ".join(told) + "."
 
 
 def taught(runs: Runs) -> str:
@@ -173,9 +197,10 @@ def page() -> str:
     for task in ARMS:
         runs = read(task)
         parts |= {
-            f"{task}: runs": table(runs),
+            f"{task}: runs": table(task, runs),
             f"{task}: equivalence": equivalence(runs, (2, "token_truncate"), SYNCHRONOUS),
         }
+    parts["sort: not worse"] = not_worse(read("sort"), 4)
     parts["sums: runs"] = taught(read("sums"))
     return filled(PAGE.read_text(encoding="utf-8"), parts)
 

@@ -28,7 +28,7 @@ MAX_FAILURES = 3
 """Failures in a row after which the canary gives up: an engine may die during the check, and have the weights
 again at the next try."""
 
-CONTEXTS, FRESH, LENGTH = 24, 6, 32
+CONTEXTS, FRESH, LENGTH = 24, 6, 20
 """Largest number of contexts, of contexts replaced in a step, and of tokens in a context.  So few are cheap,
 and a prefix cache keeps contexts of this length."""
 UNDECIDED = -0.7

@@ -6,7 +6,7 @@
 
 Hours on two cores.  Each run is kept in NUMBERS.json as it ends: its rewards in windows of ten steps, its
 accuracy in the end, and its mean staleness.  A second call goes on where the first was interrupted.
-The task ``sums`` is another study: SmolLM2-135M learns from rewards, and from hints.
+The tasks ``sums`` and ``largest`` are another study: SmolLM2-135M learns from rewards, and from hints.
 ``--pace`` measures the seconds of a step for each bound of staleness instead, in turns, on a machine that
 nobody else uses.
 ``docs/learning.json`` has the numbers of docs/learning.md, which ``docs/_learning.py`` writes.
@@ -34,36 +34,34 @@ WINDOW = 10
 """Steps whose mean reward is kept."""
 ROUNDS, PACED, FIRST_STEPS = 3, 50, 10
 """Runs of each bound by which its pace is measured, their steps, and how many of these do not count."""
-STEPS = {"sort": 200, "arrivals": 120, "sums": 40}
+STEPS = {"sort": 200, "arrivals": 120, "sums": 40, "largest": 40, "largest/hints": 20}
 CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
     "off": {"loss.options.correction": "off"},
     "token_truncate": {"loss.options.correction": "token_truncate"},
-    "token_mask": {"loss.options.correction": {"name": "token_mask", "floor": 0.5}},
+    "token_mask": {"loss.options.correction.name": "token_mask", "loss.options.correction.floor": 0.5},
     "sequence_truncate": {"loss.options.correction": "sequence_truncate"},
-    "sequence_mask": {"loss.options.correction": {"name": "sequence_mask", "floor": 0.5}},
-    "geometric_mask": {"loss.options.correction": {"name": "geometric_mask", "floor": 0.5}},
+    "sequence_mask": {"loss.options.correction.name": "sequence_mask", "loss.options.correction.floor": 0.5},
+    "geometric_mask": {
+        "loss.options.correction.name": "geometric_mask",
+        "loss.options.correction.floor": 0.5,
+    },
     "generation": {"trainer.proximal": "generation"},
 }
 """The settings of each correction.  The caps are the default, 2."""
 HELD_OUT = {"tasks.sums.options.held_out": 400, "validation.prompts": 400, "validation.every": 10}
-FOUR = HELD_OUT | {"trainer.updates_per_step": 4}
 LOSSES: Mapping[str, Mapping[str, Any]] = {
     "grpo": HELD_OUT,
-    "grpo_4": FOUR,
-    "hints": FOUR
-    | {
-        "rollout.max_tokens": 24,
-        "rollout.group_size": 4,
-        "trainer.prompts_per_step": 16,
-        "loss.options.teach": "mix",
-    },
+    "grpo_4": HELD_OUT | {"trainer.updates_per_step": 4},
+    "hints": HELD_OUT,
 }
 """The settings of each way to learn sums; all have 64 rollouts a step, two of them 4 updates."""
+LARGEST = ROOT / "tests/benchmarks/largest.py"
 ARMS: Mapping[str, Mapping[int, tuple[str, ...]]] = {
     "sort": {
         0: ("off",),
         2: tuple(CORRECTIONS),
         4: tuple(CORRECTIONS),
+        8: ("token_truncate", "geometric_mask"),
         1: tuple(CORRECTIONS),
     },
     "arrivals": {
@@ -73,6 +71,7 @@ ARMS: Mapping[str, Mapping[int, tuple[str, ...]]] = {
         1: ("token_truncate",),
     },
     "sums": {0: tuple(LOSSES)},
+    "largest": {0: ("grpo", "hints")},
 }
 """By task and bound of staleness.  Without staleness a correction only mends rounding."""
 
@@ -90,7 +89,8 @@ def runs(tasks: list[str], seeds: int) -> Iterator[Key]:
 
 def trained(key: Key) -> dict[str, Any]:
     """One run: its rewards in windows of steps, its accuracy in the end, and its mean staleness."""
-    return summary(key[0], metrics(key, STEPS[key[0]]))
+    task, _, correction, _ = key
+    return summary(task, metrics(key, STEPS.get(f"{task}/{correction}", STEPS[task])))
 
 
 def metrics(key: Key, n: int) -> list[dict[str, Any]]:
@@ -106,12 +106,13 @@ def metrics(key: Key, n: int) -> list[dict[str, Any]]:
         "validation.prompts": 1000,
         "tracking.trackers": '["files"]',
         "tracking.files.every": n,
+        **({"tasks.sums.env": f"{LARGEST}:Largest"} if task == "largest" else {}),
         **{**CORRECTIONS, **LOSSES}[correction],
     }
     with tempfile.TemporaryDirectory() as scratch:
         run = Path(scratch) / task
         example = EXAMPLES / ("hints.toml" if correction == "hints" else "sums.toml")
-        what = [example] if task == "sums" else ["--env", f"math:{task}"]
+        what = [example] if correction in LOSSES else ["--env", f"math:{task}"]
         command = [GRPO, "train", *what, "--output", run]
         for name, value in settings.items():
             command += ["--set", f"{name}={value}"]
@@ -122,6 +123,7 @@ def metrics(key: Key, n: int) -> list[dict[str, Any]]:
 
 
 def summary(task: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    task = "sums" if task == "largest" else task  # whose environment it replaces
     steps = [row for row in rows if f"reward/{task}" in row]
     validated = [row[name] for row in rows if (name := f"validation/{task}/accuracy") in row]
     windows = [steps[i : i + WINDOW] for i in range(0, len(steps), WINDOW)]
