@@ -182,21 +182,18 @@ def nested(file, here=Path()):
         "validation": {"sets": {"hard": {"task": "both", "name": "mine", "options": {"file": file}}}},
         "model": {"path": "mine", "options": {"file": file}},
         "tracking": {"spare": {"file": file}},
-        "audit": {"second_opinion": name, "options": options},
     }
 
 
 def files_of(config):
-    (audit,) = (each.values for each in config.sections if each.name == "audit")
     inner = config.tasks["both"].options["parts"]["one"]
-    assert inner["options"]["text"] == audit["options"]["text"] == "e.txt"
-    assert inner["env"] == audit["second_opinion"]
-    chosen = [inner, config.tasks["both"], config.validation.sets["hard"], config.model, audit]
+    assert inner["options"]["text"] == "e.txt"
+    chosen = [inner, config.tasks["both"], config.validation.sets["hard"], config.model]
     options = [each["options"] if isinstance(each, dict) else each.options for each in chosen]
     return {each["file"] for each in (*options, config.tracking.options["spare"])}
 
 
-def test_paths_in_tables_within_options_of_sets_models_and_sections_count_from_where_they_are_given(
+def test_paths_in_tables_within_options_of_sets_and_models_count_from_where_they_are_given(
     here, monkeypatch
 ):
     def made(*, file: Path) -> None: ...

@@ -130,7 +130,7 @@ def reward_part_gamed(facts: Facts) -> Finding | None:
                     f"{down[0]}: {moved(parts[down[0]].first, parts[down[0]].last)}",
                 ),
                 "lower the weight of the part that rises, or give it only to correct replies; "
-                "audit.second_opinion judges a sample with another environment",
+                "grpo-core score judges stored rollouts with another environment",
             )
     return None
 
