@@ -90,9 +90,6 @@ class Gym(grpo.Environment):
         finally:
             environment.close()
 
-    def solve(self, prompt: grpo.Prompt) -> str | None:
-        return None
-
     def open(self, prompt: grpo.Prompt) -> Game:
         environment = self._made()
         said = self._begun(environment, int(prompt.info["seed"]))

@@ -71,8 +71,8 @@ class Client:
 
         try:
             answer = await services.retried(attempt, self._retries)
-        except services.NotSent as error:
-            raise grpo.Unavailable(f"{error} ({self._retries + 1} attempts)") from error
+        except services.NotSent:
+            raise
         except (services.ServiceError, grpo.Unavailable) as error:  # it may have changed the session
             raise grpo.SessionLost(str(error)) from error
         session.cookies |= answer.cookies
