@@ -162,7 +162,8 @@ class EnvironmentHost:
         self._sessions: dict[str, OpenSession] = {}
         self._opening: dict[str, asyncio.Event] = {}
         """Sessions that are being opened; the event is set when they are open or failed."""
-        self._calls = Calls(f"environment of task {task!r}", self._begin, at_once)
+        self._calls = calls = Calls(f"environment of task {task!r}", self._begin, at_once)
+        self.serve, self.release, self.interrupt = calls.serve, calls.close, calls.interrupt
         self._alongside: Mapping[str, Callable[..., Coroutine[Any, Any, Any]]] = {
             "evaluate": self._evaluate,
             "open": self._open,
@@ -171,11 +172,6 @@ class EnvironmentHost:
             "run": self._run_agent,
             "end": self._end,
         }
-
-    @property
-    def serve(self) -> Callable[[Connection], None]:
-        """Answers the calls of the core until it is gone."""
-        return self._calls.serve
 
     def _begin(self, call: Call, connection: Connection) -> Begun | None:
         """Begin a call of the core; secrets in errors are masked."""
@@ -196,14 +192,6 @@ class EnvironmentHost:
         """Close all sessions and the environment; no call follows."""
         self.call("end")
         self.release()
-
-    def interrupt(self) -> None:
-        """Cancel the call of this object that waits in another thread."""
-        self._calls.interrupt()
-
-    def release(self) -> None:
-        """Close the event loop and all its tasks."""
-        self._calls.close()
 
     def description(self) -> Description:
         return attrs.evolve(self.about, memory=resident())
