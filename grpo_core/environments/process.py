@@ -154,7 +154,7 @@ class EnvironmentProcess:
         Raises PluginError if the environment cannot be made or breaks its contract, ChildDied if it is
         closed.
         """
-        async with self._slots.take(slots):
+        async with self._slots.take(slots) if slots else contextlib.nullcontext():
             child = await self._started()
             seconds = None if method == "run" else self.about.deadline
             try:
