@@ -32,7 +32,6 @@ from grpo_core import (
     PluginError,
     Recording,
 )
-from grpo_core.engines.addresses import is_loopback
 from grpo_core.kit import report
 from grpo_plugin_agents.dialects import ANTHROPIC, CHAT, DIALECTS, Dialect
 from grpo_plugin_agents.recorder import Conversations
@@ -71,7 +70,7 @@ class AgentServer(Player):
             raise ConfigError(
                 f"task {without[0]!r}: its environment defines no async def run, which the player calls"
             )
-        if setup.remote and is_loopback(setup.host):
+        if setup.remote and _is_loopback(setup.host):
             raise ConfigError(
                 f"task {', '.join(map(repr, setup.tasks))}: agents in workers on other machines cannot reach "
                 f"environment.agent_host = {setup.host!r}; set it to an address of this machine in the "
@@ -220,6 +219,13 @@ class AgentServer(Player):
 
 _ROLLOUT = "/rollouts/{id}"
 """Path of a rollout; the paths of the dialects are below it."""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:  # refused when the port is opened
+        return False
 
 
 _MODEL = {"id": MODEL, "object": "model", "type": "model", "display_name": MODEL, "created": 0,

@@ -26,6 +26,7 @@ from attrs import field, frozen
 
 from grpo_core import (
     ConfigError,
+    Environment,
     Episode,
     GrpoError,
     PluginError,
@@ -35,7 +36,7 @@ from grpo_core import (
     errors,
 )
 from grpo_core.environments.feedback import as_feedback
-from grpo_core.environments.host import DEADLINE, defines, units
+from grpo_core.environments.host import DEADLINE, units
 from grpo_core.kit import Judgement, PluginHost, evaluate_of
 
 KEYS = ("env", "options", "weight", "requires")
@@ -74,6 +75,10 @@ class Part:
         number: int | None = getattr(self.environment, "concurrency", None)
         return getattr(self.evaluate, "concurrency", None) if number is None else number
 
+    def defines(self, name: str) -> bool:
+        method = getattr(type(self.environment), name, None)
+        return method not in (None, getattr(Environment, name))
+
 
 class Compose:
     """Combines the rewards of several environments.
@@ -106,7 +111,7 @@ class Compose:
             else None
         )
         for name in ("prompt", "open", "close"):  # hide what the first part does not define
-            if defines(first.environment, name):
+            if first.defines(name):
                 setattr(self, name, getattr(first.environment, name))
         self._stages = _stages(first, self._parts[1:])
         self._is_async = any(part.is_async for part in self._parts)
@@ -117,7 +122,7 @@ class Compose:
         first = self._parts[0]
         limits = [part.limit for part in self._parts if part.limit is not None]
         if first.limit is not None and (
-            defines(first.environment, "open") or len(getattr(first.environment, "tools", ()))
+            first.defines("open") or len(getattr(first.environment, "tools", ()))
         ):
             return first.limit
         return max(limits, default=None)
@@ -133,21 +138,20 @@ class Compose:
 
     async def aclose(self) -> None:
         for part in self._parts:
-            closing = part.environment.aclose() if defines(part.environment, "aclose") else None
-            if inspect.isawaitable(closing):
+            if part.defines("aclose") and inspect.isawaitable(closing := part.environment.aclose()):
                 await closing
 
     def _check(self) -> None:
         first, *others = self._parts
         for part in self._parts:
-            if defines(part.environment, "run"):
+            if part.defines("run"):
                 raise _refusal(part, "is an agent, which plays by itself; let compose judge it instead")
             if getattr(part.environment, "needs_group", False) and part.requires:
                 raise _refusal(part, "compares whole groups, so it cannot require rewards of other parts")
             if self._formula == "product" and part.weight != 1:
                 raise _refusal(part, "has a weight, which means nothing in a product: leave it out")
         for part in others:
-            if defines(part.environment, "open") or len(getattr(part.environment, "tools", ())):
+            if part.defines("open") or len(getattr(part.environment, "tools", ())):
                 raise _refusal(part, "has sessions or tools, which only the first part may have")
         turns = getattr(first.environment, "max_turns", 1)
         if turns > 1 and self._formula == "product":

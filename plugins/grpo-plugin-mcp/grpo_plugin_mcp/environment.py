@@ -16,12 +16,15 @@ import attrs
 from attrs import define, field
 
 import grpo_core as grpo
-from grpo_core.environments.host import DEADLINE, defines
 from grpo_core.kit import evaluate_of
 from grpo_plugin_mcp.server import Server
 
 SPARE = 10.0
 """Margin of a call's time limit over the server's, in seconds."""
+
+
+DEADLINE = 30.0
+"""Time limit of calls of an environment that declares none, as in grpo-core."""
 
 
 @define(eq=False)
@@ -87,7 +90,7 @@ class ToolsOfServer(grpo.Environment):
         self.combine = getattr(inner, "combine", {})
         self.tools = getattr(inner, "tools", ())
         self.max_turns = max(max_turns, getattr(inner, "max_turns", 1))
-        self._has_sessions = defines(inner, "open")
+        self._has_sessions = _own(inner, "open")
         self._limit(calls_at_once)
         if self._awaits:
             self.evaluate = self._judged_later  # type: ignore[method-assign]
@@ -233,7 +236,7 @@ class ToolsOfServer(grpo.Environment):
 
     def _check(self) -> None:
         inner, kind = self._environment, type(self._environment)
-        if defines(inner, "run"):
+        if _own(inner, "run"):
             raise grpo.ConfigError("mcp: env is an agent, which calls its tools by itself")
         evaluate = evaluate_of(inner)
         for method, defined in (("prompts", getattr(inner, "prompts", None)), ("evaluate", evaluate)):
@@ -264,3 +267,9 @@ def _inner(episodes: Sequence[grpo.Episode]) -> list[grpo.Episode]:
 
 async def _raised(error: Exception) -> None:
     raise error
+
+
+def _own(environment: Any, name: str) -> bool:
+    """Return whether an environment defines an optional method."""
+    method = vars(environment).get(name) or getattr(type(environment), name, None)
+    return method not in (None, getattr(grpo.Environment, name))
