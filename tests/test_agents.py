@@ -83,7 +83,7 @@ async def played_in(environment, groups, *, engine=None, renderer=None, sampling
             sampling=sampling or SamplingParams(temperature=1.0, max_tokens=50),
             deadline=deadline,
         )
-        assert server.sessions == 0
+        assert not server._sessions
         return rollouts
     finally:
         await environment.aclose()

@@ -910,10 +910,10 @@ def test_a_session_is_closed_once_in_the_process_that_holds_it():
         def close(self, session):
             closed.append(session)
 
-    host = EnvironmentHost.around(Held())
-    host.open([(name, Prompt(messages="?", id=name)) for name in "ab"])
-    host.close(["a"])
-    host.close(["a"])
+    host = EnvironmentHost(Held())
+    host.call("open", [(name, Prompt(messages="?", id=name)) for name in "ab"])
+    host.call("close", ["a"])
+    host.call("close", ["a"])
     host.end()
     assert closed == ["a", "b"]
 

@@ -21,7 +21,7 @@ from grpo_core.contracts.incidents import reported_to
 from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.records import Episode, Feedback, Judgement, Prompt
 from grpo_core.environments.feedback import as_feedback
-from grpo_core.environments.host import EnvironmentHost
+from grpo_core.environments.host import made
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.plugins.installed import PluginSelection
 
@@ -315,7 +315,7 @@ def test_metrics_without_names_are_left_out_as_a_whole(given):
 
 
 def test_prompts_are_completed(scenes):
-    host = EnvironmentHost("play", f"{scenes}:Scenes", {}, plugins=PluginSelection(allow=()))
+    host = made("play", f"{scenes}:Scenes", {}, plugins=PluginSelection(allow=()))
     first, second, _ = pickle.loads(host.prompts("train"))
     assert first == Prompt(
         messages=({"role": "user", "content": "train 0"},), answer="0", id="0", environment="play"
@@ -325,13 +325,13 @@ def test_prompts_are_completed(scenes):
 
 
 def test_prompts_may_be_yielded(scenes):
-    host = EnvironmentHost("play", f"{scenes}:Scenes", {"mode": "yields"}, plugins=PluginSelection(allow=()))
+    host = made("play", f"{scenes}:Scenes", {"mode": "yields"}, plugins=PluginSelection(allow=()))
     assert [prompt.id for prompt in pickle.loads(host.prompts("train"))] == ["0", "1", "2"]
 
 
 def test_prompts_are_counted_while_they_are_read(scenes, monkeypatch, capsys):
     monkeypatch.setattr("grpo_core.environments.host.COUNTED", 0.0)
-    host = EnvironmentHost("play", f"{scenes}:Scenes", {"mode": "yields"}, plugins=PluginSelection(allow=()))
+    host = made("play", f"{scenes}:Scenes", {"mode": "yields"}, plugins=PluginSelection(allow=()))
     host.prompts("train")
     counted = [line.partition("prompts('train'): ")[2] for line in capsys.readouterr().out.splitlines()]
     assert counted == ["1 prompts so far", "2 prompts so far", "3 prompts so far"]
@@ -352,7 +352,7 @@ def test_prompts_are_counted_while_they_are_read(scenes, monkeypatch, capsys):
     ],
 )
 def test_bad_prompts_are_errors_that_name_task_plugin_and_prompt(scenes, mode, message):
-    host = EnvironmentHost("play", f"{scenes}:Scenes", {"mode": mode}, plugins=PluginSelection(allow=()))
+    host = made("play", f"{scenes}:Scenes", {"mode": mode}, plugins=PluginSelection(allow=()))
     with pytest.raises(PluginError) as caught:
         host.prompts("train")
     who = f"task 'play': environment '{scenes}:Scenes' of plugin 'scenes.py' (a file): "
@@ -361,7 +361,7 @@ def test_bad_prompts_are_errors_that_name_task_plugin_and_prompt(scenes, mode, m
 
 def test_an_environment_without_a_method_is_refused(scenes):
     with pytest.raises(PluginError, match=r"Bare has no method 'evaluate'"):
-        EnvironmentHost("play", f"{scenes}:Bare", {}, plugins=PluginSelection(allow=()))
+        made("play", f"{scenes}:Bare", {}, plugins=PluginSelection(allow=()))
 
 
 # ---------------------------------------------------------------------------------- in a process

@@ -222,7 +222,8 @@ class Both(Sync):
 
 
 def test_a_score_may_be_a_plain_method():
-    assert [each.reward for each in EnvironmentHost.around(Sync()).evaluate(saying("a", "bc"))] == [1.0, 2.0]
+    found = EnvironmentHost(Sync()).call("evaluate", saying("a", "bc"))
+    assert [each.reward for each in found] == [1.0, 2.0]
     assert evaluate_of(Sync())(saying("abc")) == [3.0]
     assert evaluate_of(object()) is None
 
@@ -230,7 +231,7 @@ def test_a_score_may_be_a_plain_method():
 @pytest.mark.parametrize("kind", [Base, Both])
 def test_an_environment_judges_in_exactly_one_way(kind):
     with pytest.raises(PluginError, match="score"):
-        EnvironmentHost.around(kind())
+        EnvironmentHost(kind())
 
 
 # ---------------------------------------------------------------------------------- hypothesis
@@ -247,7 +248,7 @@ def test_a_reward_of_math_sort_is_0_or_1_for_any_reply(episode):
 @settings(max_examples=50)
 @given(strategies.feedback(), strategies.episodes(turns=3))
 def test_any_feedback_of_the_strategies_is_valid(feedback, episode):
-    (found,) = EnvironmentHost.around(Silent(feedback)).evaluate([episode])
+    (found,) = EnvironmentHost(Silent(feedback)).call("evaluate", [episode])
     assert (found.reward, found.done) == (feedback.reward, feedback.done)
 
 

@@ -93,7 +93,7 @@ def test_a_surrogate_that_a_model_spells_reaches_its_tool_and_the_tokenizer_as_a
     _, calls = parse_calls('<tool_call>{"name": "echo", "arguments": {"s": "\\ud800!"}}</tool_call>')
     said = {"role": "assistant", "content": "", "tool_calls": [{**call, "id": "1"} for call in calls]}
     episode = Episode(prompt=Prompt(messages="x"), messages=[{"role": "user", "content": "x"}, said])
-    (feedback,) = EnvironmentHost.around(Echo()).evaluate([episode])
+    (feedback,) = EnvironmentHost(Echo()).call("evaluate", [episode])
     assert feedback.messages[0]["content"] == "\ufffd!"
     write_tokenizer(tmp_path)
     assert Renderer.load(str(tmp_path)).continuation_ids(feedback.messages, before=(), said=said, end=None)

@@ -226,15 +226,15 @@ def test_feedback_in_parts_is_text():
         prompt=Prompt(messages="go", id="p1"), messages=[{"role": "user", "content": "go"}, *said]
     )
     parts = [{"type": "text", "text": "go "}, {"type": "text", "text": "on"}]
-    (feedback,) = EnvironmentHost.around(
-        Talks(messages=[{"role": "user", "content": parts, "name": None}])
-    ).evaluate([episode])
+    (feedback,) = EnvironmentHost(Talks(messages=[{"role": "user", "content": parts, "name": None}])).call(
+        "evaluate", [episode]
+    )
     assert feedback.messages == ({"role": "user", "content": "go on"},)
     for messages in ([{"role": "user", "content": 7}], said):
         with pytest.raises(
             PluginError, match="evaluate of prompt 'p1' returned messages that no model can read: mess"
         ):
-            EnvironmentHost.around(Talks(messages=messages)).evaluate([episode])
+            EnvironmentHost(Talks(messages=messages)).call("evaluate", [episode])
 
 
 @pytest.mark.parametrize("arguments", ["{garbled", "[1]", '"tea"'], ids=["no JSON", "a list", "a text"])

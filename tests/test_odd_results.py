@@ -86,7 +86,7 @@ def calling(name):
 @pytest.mark.parametrize("kind", RESULTS)
 def test_a_result_of_a_tool_that_cannot_be_written_is_an_error_for_the_model(kind):
     result, told = RESULTS[kind]
-    (feedback,) = EnvironmentHost.around(Looks(result)).evaluate([calling("look")])
+    (feedback,) = EnvironmentHost(Looks(result)).call("evaluate", [calling("look")])
     said = feedback.messages[0]["content"]
     assert re.match(told, said)
     assert len(said) < 3000
@@ -133,14 +133,14 @@ def test_a_prompt_whose_messages_have_no_end_is_refused():
     with pytest.raises(
         PluginError, match=r"prompts\('train'\)\[0\]: prompt '0': a message is nested more than 100 deep"
     ):
-        EnvironmentHost.around(made).prompts("train")
+        EnvironmentHost(made).prompts("train")
 
 
 def test_a_solution_that_is_not_text_is_refused():
     made = Looks("")
     made.solve = lambda prompt: 7
     with pytest.raises(PluginError, match=r"solve returned 7 \(int\), expected text or None"):
-        EnvironmentHost.around(made).solve([Prompt(messages="x", id="0")])
+        EnvironmentHost(made).solve([Prompt(messages="x", id="0")])
 
 
 def test_a_session_whose_tools_cannot_be_read_does_not_begin_and_the_others_do():
@@ -158,8 +158,8 @@ def test_a_session_whose_tools_cannot_be_read_does_not_begin_and_the_others_do()
     made = Looks("")
     made.open = lambda prompt: Shed(prompt.id == "1")
     made.close = closed.append
-    host = EnvironmentHost.around(made)
-    first, second = host.open([("0", Prompt(messages="x", id="0")), ("1", Prompt(messages="x", id="1"))])
+    host = EnvironmentHost(made)
+    first, second = host.call("open", [(id, Prompt(messages="x", id=id)) for id in "01"])
     assert first.error is None
     assert second.error == "the tools of the session cannot be read: OSError: the key is lost"
     assert len(closed) == 1

@@ -289,7 +289,7 @@ class Host:
     player = None
 
     def __init__(self, made):
-        self.host = EnvironmentHost.around(made)
+        self.host = EnvironmentHost(made)
         self.about = evolve(self.host.description(), slots="none", concurrency=0, agents=0, combine={})
 
     async def start(self):
@@ -299,10 +299,10 @@ class Host:
         return await (self.evaluate(items) if method == "evaluate" else self.open(dict(items)))
 
     async def evaluate(self, episodes):
-        return self.host.evaluate(episodes)
+        return self.host.call("evaluate", episodes)
 
     async def open(self, prompts):
-        return self.host.open(list(prompts.items()))
+        return self.host.call("open", list(prompts.items()))
 
     async def close(self, sessions):
         return None

@@ -1,10 +1,10 @@
-"""A budget of failures in a row: exhausted after so many, whole again after a success."""
+"""A call that is repeated after an error."""
 
 import asyncio
 
 import pytest
 
-from grpo_core.processes.aio import RestartBudget
+from grpo_core.processes.aio import repeated
 
 
 class Flaky:
@@ -21,27 +21,17 @@ class Flaky:
 
 
 def test_a_call_is_repeated_until_it_succeeds():
-    budget, call = RestartBudget(3), Flaky(2)
-    assert asyncio.run(budget.run(call, on=ValueError)) == "result"
-    assert (call.calls, budget.failures) == (3, 0)
+    call = Flaky(2)
+    assert asyncio.run(repeated(call, 3, ValueError)) == "result"
+    assert call.calls == 3
 
 
-def test_the_last_error_is_raised_when_the_budget_is_exhausted():
-    budget, call = RestartBudget(3), Flaky(9)
+def test_the_last_error_is_raised():
     with pytest.raises(ValueError, match="failure 3"):
-        asyncio.run(budget.run(call, on=ValueError))
-    assert budget.exhausted
+        asyncio.run(repeated(Flaky(9), 3, ValueError))
 
 
 def test_another_error_is_raised_at_once():
     call = Flaky(9, KeyError)
     with pytest.raises(KeyError, match="failure 1"):
-        asyncio.run(RestartBudget(3).run(call, on=ValueError))
-
-
-def test_only_failures_in_a_row_exhaust_the_budget():
-    budget = RestartBudget(2)
-    for _ in range(5):
-        budget.failed()
-        assert not budget.exhausted
-        budget.succeeded()
+        asyncio.run(repeated(call, 3, ValueError))

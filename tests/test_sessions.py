@@ -376,12 +376,12 @@ def test_tools_run_once_although_the_batch_is_tried_again():
         def evaluate(self, episodes):
             raise KeyError("gold")
 
-    host = EnvironmentHost.around(Raising())
+    host = EnvironmentHost(Raising())
     calling, judged = saying(None, call=("tool", {})), saying(None)
     with pytest.raises(KeyError):
-        host.evaluate([calling, judged])
+        host.call("evaluate", [calling, judged])
     assert ran == []
-    (answer,) = host.evaluate([calling])
+    (answer,) = host.call("evaluate", [calling])
     assert (answer.messages[0]["content"], ran) == ("ok", [1])
 
 
@@ -429,7 +429,7 @@ def environment(**fields):
 )
 def test_tools_that_cannot_be_used_are_refused_at_start(fields, message):
     with pytest.raises(PluginError, match=message):
-        EnvironmentHost.around(environment(**fields))
+        EnvironmentHost(environment(**fields))
 
 
 def test_a_session_whose_methods_cannot_be_tools_is_closed_again():
@@ -442,15 +442,15 @@ def test_a_session_whose_methods_cannot_be_tools_is_closed_again():
         open=lambda self, prompt: Odd(), close=lambda self, session: closed.append(session), max_turns=2
     )
     with pytest.raises(PluginError, match="tool 'move' cannot be shown to a model"):
-        EnvironmentHost.around(made).open([("0", Prompt(messages="x"))])
+        EnvironmentHost(made).call("open", [("0", Prompt(messages="x"))])
     assert len(closed) == 1
 
 
 def test_errors_of_tools_are_reported_to_the_model():
-    host = EnvironmentHost.around(environment(open=lambda self, prompt: Exits(), max_turns=2))
-    host.open([("0", Prompt(messages="x"))])
+    host = EnvironmentHost(environment(open=lambda self, prompt: Exits(), max_turns=2))
+    host.call("open", [("0", Prompt(messages="x"))])
     for name, told in (("leave", "error: SystemExit: 3"), ("fail", "error: ValueError: later")):
-        (feedback,) = host.evaluate([saying("0", call=(name, {}))])
+        (feedback,) = host.call("evaluate", [saying("0", call=(name, {}))])
         assert feedback.messages[0]["content"] == told
     host.end()
 
@@ -473,8 +473,8 @@ def test_a_tool_may_bring_its_schema_and_a_session_such_tools():
     class Game:
         tools = (ADD,)
 
-    host = EnvironmentHost.around(environment(tools=[SEARCH], open=lambda self, prompt: Game(), max_turns=2))
-    (start,) = host.open([("0", Prompt(messages="x"))])
+    host = EnvironmentHost(environment(tools=[SEARCH], open=lambda self, prompt: Game(), max_turns=2))
+    (start,) = host.call("open", [("0", Prompt(messages="x"))])
     assert [tool["function"]["name"] for tool in start.tools] == ["search", "add-up"]
     assert start.tools[1]["function"]["parameters"] == NUMBERS
     for arguments, told in (
@@ -482,7 +482,7 @@ def test_a_tool_may_bring_its_schema_and_a_session_such_tools():
         ({"b": 2}, "error: add-up: missing a required argument: 'a'"),
         ({"a": "1"}, "error: add-up: argument 'a' is '1', expected an integer"),
     ):
-        (feedback,) = host.evaluate([saying("0", call=("add-up", arguments))])
+        (feedback,) = host.call("evaluate", [saying("0", call=("add-up", arguments))])
         assert feedback.messages[0]["content"] == told
     host.end()
 
@@ -491,14 +491,15 @@ def test_a_session_whose_attribute_tools_is_something_else_has_no_tools_by_it():
     class Shed:
         tools = ("hammer", "saw")
 
-    host = EnvironmentHost.around(environment(open=lambda self, prompt: Shed()))
-    assert host.open([("0", Prompt(messages="x"))]) == [SessionStart()]
+    host = EnvironmentHost(environment(open=lambda self, prompt: Shed()))
+    assert host.call("open", [("0", Prompt(messages="x"))]) == [SessionStart()]
     host.end()
 
 
 def test_a_tool_that_is_unavailable_leaves_its_episode_unscored_and_the_others_continue():
-    host = EnvironmentHost.around(environment(tools=[ADD, SEARCH], max_turns=2))
-    lost, answered = host.evaluate([saying("0", call=("search", {})), saying("1", call=("add-up", {"a": 1}))])
+    host = EnvironmentHost(environment(tools=[ADD, SEARCH], max_turns=2))
+    episodes = [saying("0", call=("search", {})), saying("1", call=("add-up", {"a": 1}))]
+    lost, answered = host.call("evaluate", episodes)
     assert (lost.done, lost.reward, lost.error) == (True, None, "the search engine does not answer")
     assert [message["content"] for message in answered.messages] == ["1"]
     host.end()

@@ -287,9 +287,9 @@ def test_a_call_of_a_tool_that_a_server_describes_is_answered(schema, arguments,
     functions = [{"name": each, "arguments": arguments} for each in (name, "tool")]
     called = [{"id": "1", "function": function} for function in well_formed(functions)]
     said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": called}]
-    host = EnvironmentHost.around(Tools())
+    host = EnvironmentHost(Tools())
     episode = grpo.Episode(prompt=grpo.Prompt(messages="?"), messages=said)
-    (feedback,) = host.evaluate([episode])
+    (feedback,) = host.call("evaluate", [episode])
     host.end()
     sent([dict(message) for message in feedback.messages])
 

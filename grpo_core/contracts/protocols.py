@@ -187,8 +187,8 @@ class Description:
     """Number of slots; 0 is one call at a time."""
     deadline: float = 0.0
     """Seconds after which a call is late."""
-    cancellable: bool = False
-    """Whether a late call can be cancelled."""
+    grace: float = 0.0
+    """Seconds after that in which its process may cancel a late call."""
     agents: int = 0
     """Number of rollouts that its agent plays at once; 0 if they are played turn by turn."""
     has_sessions: bool = False

@@ -13,15 +13,7 @@ from grpo_core.contracts.errors import ConfigError, Unavailable
 from grpo_core.processes.services import Client, ServiceError
 
 
-def checked_url(
-    url: str,
-    *,
-    who: str,
-    remote: bool,
-    risk: str,
-    option: str,
-    example: str = "http://127.0.0.1:8000",
-) -> str:
+def checked_url(url: str, *, who: str, remote: bool, risk: str, option: str) -> str:
     """Return the URL without a final slash.
 
     Args:
@@ -30,7 +22,6 @@ def checked_url(
         remote: whether the server may be on another machine.
         risk: the risk of that, as a sentence with its full stop.
         option: key of the configuration that allows it.
-        example: a valid address, for messages.
 
     Raises ConfigError for an invalid URL, for one with a password, or for one of another machine without
     ``remote``.
@@ -43,7 +34,7 @@ def checked_url(
     except ValueError:
         valid = False
     if not valid:
-        raise ConfigError(f"{who}: url = {url!r}; expected something like {example}")
+        raise ConfigError(f"{who}: url = {url!r}; expected something like http://127.0.0.1:8000")
     if not remote and not is_loopback(parts.hostname or ""):
         raise ConfigError(
             f"{who}: {parts.hostname} is another machine. {risk} Keep it on 127.0.0.1, or set {option} = "

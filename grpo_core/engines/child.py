@@ -19,7 +19,6 @@ from grpo_core.contracts.errors import ChildDied, DeadlineExceeded, EngineError,
 from grpo_core.contracts.incidents import IncidentKind, report
 from grpo_core.contracts.records import Completion, EngineSetup, GenerationRequest, Weights
 from grpo_core.engines import wire
-from grpo_core.processes.aio import RestartBudget
 from grpo_core.processes.child import Child
 
 MAX_DEATHS = 3
@@ -64,7 +63,8 @@ class ChildEngine:
         self._rests = rests
         self._weights: Weights | None = None
         """The newest weights that a child loaded; the next child gets them first."""
-        self._deaths = RestartBudget(MAX_DEATHS)
+        self._deaths = 0
+        """Number of deaths since the last finished request."""
         self._closed = False
         self._cancelling: set[asyncio.Task[Any]] = set()
         self.positions = 0
@@ -96,7 +96,7 @@ class ChildEngine:
         except (ChildDied, DeadlineExceeded) as error:  # without a deadline here, it was another call's
             self._died(child, error)
             raise EngineError(f"{self.name} died while it generated; retry: {error}") from error
-        self._deaths.succeeded()
+        self._deaths = 0
         return wire.unpack_completions(answer)
 
     async def update_weights(self, weights: Weights) -> None:
@@ -223,14 +223,14 @@ class ChildEngine:
         if child is self._child:
             child.kill()
             self._child, self._ready = None, False
-            self._deaths.failed()
-            if not self._closed and not self._deaths.exhausted:
+            self._deaths += 1
+            if not self._closed and self._deaths < MAX_DEATHS:
                 kind: IncidentKind = "deadline" if isinstance(why, DeadlineExceeded) else "died"
                 report(kind, self.name, f"restarting its process: {why}")
-        if self._deaths.exhausted:
+        if self._deaths >= MAX_DEATHS:
             where = f"see {self._log}" if self._log else "its output is above"
             raise EngineError(
-                f"{self.name} died {self._deaths.failures} times without finishing a request in between "
+                f"{self.name} died {self._deaths} times without finishing a request in between "
                 f"({where}); the last time: {why}"
             ) from why
 

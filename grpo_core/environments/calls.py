@@ -27,12 +27,8 @@ CLEANING = 5.0
 """Seconds for a cancelled call to end before its process is at fault."""
 
 
-@frozen(eq=False)
-class Begun:
-    """A call, and the seconds after which it is cancelled; None is no limit."""
-
-    call: Coroutine[Any, Any, Any]
-    seconds: float | None = None
+Begun = tuple[Coroutine[Any, Any, Any], float | None]
+"""A call, and the seconds after which it is cancelled; None is no limit."""
 
 
 @frozen(eq=False)
@@ -146,13 +142,14 @@ class Calls:
             return [error if task.cancelled() else task.result() for task in tasks]
         return [task.result() for task in tasks]
 
-    def cancel_others(self) -> list[Awaitable[Any]]:
-        """Cancel all calls but the current one; return awaitables that end with them."""
+    async def end_others(self) -> None:
+        """Cancel all calls but the current one, and wait for their ends."""
         current = asyncio.current_task() if self._loops else None
         others = [running for running in self._running.values() if running.task is not current]
         for running in others:
             self._drop(running)
-        return [asyncio.wait([running.task for running in others])] if others else []
+        if others:
+            await asyncio.wait([running.task for running in others])
 
     def close(self) -> None:
         """Close the event loop and its remaining tasks; only code that is not async may follow."""
@@ -171,8 +168,8 @@ class Calls:
                 return
             if (begun := self._begin(call, connection)) is None:
                 return
-            began, dropped = time.monotonic(), asyncio.Event()
-            answer = self._answer(call.id, begun.call, dropped, connection)
+            (coroutine, seconds), began, dropped = begun, time.monotonic(), asyncio.Event()
+            answer = self._answer(call.id, coroutine, dropped, connection)
             if not self._loops:
                 try:
                     answer.send(None)
@@ -184,8 +181,8 @@ class Calls:
             running = _Running(call, loop.create_task(answer), dropped)
             self._running[call.id] = running
             running.task.add_done_callback(lambda _: self._running.pop(call.id))
-            if begun.seconds is not None:
-                timer = loop.call_at(began + begun.seconds, self._late, running, begun.seconds, connection)
+            if seconds is not None:
+                timer = loop.call_at(began + seconds, self._late, running, seconds, connection)
                 running.task.add_done_callback(lambda _: timer.cancel())
         except Exception as error:
             self._end(error)

@@ -149,14 +149,10 @@ class Unit:
     asked: _Asked = field(init=False)
 
     @property
-    def waits(self) -> bool:
-        """Whether it waits for its service."""
-        return self.service.away or self in self.service.late
-
-    @property
     def alone(self) -> bool:
         """Whether it is called alone: its batch or prompt has failed, or its process died next to others."""
-        return self.batch is not None or (self.slots > 1 and not self.slotted) or self.service.suspects(self)
+        died = self.slots > 1 and not self.slotted
+        return died or self.batch is not None or self.prompt in self.service.suspects
 
     def failed(self, failure: Failure) -> list[Any]:
         cause = failure.cause
@@ -237,17 +233,13 @@ class Service:
         """Units that were late since its last answer, with their results if they are at fault."""
         self._probe: Unit | None = None
         """The unit that tries while it is away, or that is the next to do so."""
-        self._suspects: dict[str, tuple[int, int]] = {}
+        self.suspects: dict[str, tuple[int, int]] = {}
         """Prompts that failed alone: how often, and the number of the service's answers before."""
         self._single = Dispatcher(_Single(), who)
 
     @property
     def away(self) -> bool:
         return self._outage.since is not None
-
-    def suspects(self, unit: Unit) -> bool:
-        """Return whether the prompt of a unit failed alone since its last answer."""
-        return unit.prompt in self._suspects
 
     def may_call(self, unit: Unit) -> bool:
         """Return whether a unit may be called: one while the service is away, else all.
@@ -261,7 +253,7 @@ class Service:
             return False
         if self._probe not in self.units:
             waiting = (each for each in self.units if not each.running)
-            self._probe = min(waiting, key=lambda each: self._suspects.get(each.prompt, (0, 0))[0])
+            self._probe = min(waiting, key=lambda each: self.suspects.get(each.prompt, (0, 0))[0])
         return self._probe is unit
 
     def join(self, unit: Unit) -> None:
@@ -274,8 +266,8 @@ class Service:
         """Record an answer to a call that ``began`` then."""
         since, failures = self._outage.since, self._outage.failures
         self._outage.answered(began)
-        if self._suspects:
-            self._suspects.pop(unit.prompt, None)
+        if self.suspects:
+            self.suspects.pop(unit.prompt, None)
         if self.late:
             self._end_late()
         if since is not None and not self.away:
@@ -289,10 +281,10 @@ class Service:
 
         Returns whether the service is away; then call ``go_away``.
         """
-        times, before = self._suspects.get(unit.prompt, (0, self._outage.answers))
+        times, before = self.suspects.get(unit.prompt, (0, self._outage.answers))
         if alone:
             times += 1
-            self._suspects[unit.prompt] = times, before
+            self.suspects[unit.prompt] = times, before
         if times >= MOST_ALONE and self._outage.answers > before:
             unit.deliver(results)
             return False
@@ -455,7 +447,8 @@ class Dispatcher:
             self.schedule()
             while asked.left and asked.error is None:
                 asked.change = loop.create_future()
-                with not_counted() if any(unit.waits for unit in asked.left) else contextlib.nullcontext():
+                waits = any(unit.service.away or unit in unit.service.late for unit in asked.left)
+                with not_counted() if waits else contextlib.nullcontext():
                     await asked.change
             if asked.error is not None:
                 raise asked.error

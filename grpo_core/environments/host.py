@@ -16,7 +16,7 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import urlsplit
 
 import attrs
@@ -68,6 +68,9 @@ SCORES = 8
 DEADLINE = 30.0
 """Default deadline of a call in seconds."""
 
+GRACE = 2.0
+"""Seconds after a deadline to report that an async call was cancelled."""
+
 AGENT_TURNS = 1000
 """Largest number of completions of an agent that declares no limit: it ends by itself."""
 
@@ -88,90 +91,80 @@ class OpenSession:
 
 
 class EnvironmentHost:
-    """Calls the environment for the core.
+    """Calls an environment for the core.
 
     Args:
         task: name of the task, which is set on its prompts.
-        spec: name of the environment.
-        options: options of its factory.
-        plugins: selection of the plugins to load.
+        who: name of the environment in messages.
         concurrency, deadline: see ``config.EnvironmentConfig``; None uses the environment's.
-        host: the loaded plugins, if this process has them.
     """
 
     def __init__(
         self,
-        task: str,
-        spec: str,
-        options: Mapping[str, Any],
-        plugins: PluginSelection = ALL_PLUGINS,
+        environment: Any,
+        *,
+        task: str = "task",
+        who: str = "",
         concurrency: int | None = None,
         deadline: float | None = None,
-        host: PluginHost | None = None,
     ) -> None:
-        host = host or PluginHost.of(plugins)
-        who = f"task {task!r}: {host.find('environment', spec)}"
-        self._adopt(task, who, host.make("environment", spec, **options), concurrency, deadline)
-
-    @classmethod
-    def around(
-        cls, environment: Any, *, task: str = "task", concurrency: int | None = None
-    ) -> EnvironmentHost:
-        """Make a host in this process for an existing environment, for tests of environments."""
-        host = cls.__new__(cls)
-        host._adopt(task, f"environment {type(environment).__name__}", environment, concurrency)
-        return host
-
-    def _adopt(
-        self, task: str, who: str, environment: Any, concurrency: int | None, deadline: float | None = None
-    ) -> None:
+        kind = type(environment).__name__
+        who = who or f"environment {kind}"
         self._task, self._who, self._environment = task, who, environment
         self._mask = NOTHING_HIDDEN
-        kind = type(environment).__name__
         if not callable(getattr(environment, "prompts", None)):
             raise PluginError(f"{who}: {kind} has no method 'prompts'")
-        self._runs_agents = self._is_agent()
-        self._scores = self._defines("score")
-        if self._scores and self._defines("evaluate"):
+        runs_agents, scores, evaluates = (defines(environment, each) for each in ("run", "score", "evaluate"))
+        if runs_agents and not inspect.iscoroutinefunction(environment.run):
+            raise PluginError(
+                f"{who}: run is not async, and would block all other rollouts; write async def run, and "
+                "await asyncio.to_thread(...) for blocking calls"
+            )
+        if scores and evaluates:
             raise PluginError(f"{who}: {kind} has both 'evaluate' and 'score'; keep the one that judges")
         evaluate = evaluate_of(environment)
-        if not (self._runs_agents or self._scores or self._defines("evaluate")) or not evaluate:
+        if not (runs_agents or scores or evaluates) or not evaluate:
             raise PluginError(
                 f"{who}: {kind} has no method 'evaluate'; define evaluate(episodes), which returns a reward "
                 "for each episode, or async score(episode), which returns the reward of one"
             )
-        self._evaluate_all, self._judge = evaluate, "score" if self._scores else "evaluate"
+        self._evaluate_all, self._judge = evaluate, "score" if scores else "evaluate"
         if name := getattr(environment, "judged_by", ""):
             self._who, self._judge = f"task {task!r}", f"reward function {name}"
-        self._max_turns = self._number_of_turns()
+        wanted = "a whole number of at least 1"
+        self._max_turns = self._declared("max_turns", lambda n: n > 0, wanted, whole=True)
+        kinds = [each for each in type(environment).__mro__ if each is not Environment]
+        if runs_agents and not any("max_turns" in vars(each) for each in (environment, *kinds)):
+            self._max_turns = AGENT_TURNS
         if concurrency is None:
             wanted = "a whole number of at least 0"
             concurrency = self._declared("concurrency", lambda n: n >= 0, wanted, whole=True)
-        self._agents = (concurrency or 1) if self._runs_agents else 0
-        default = getattr(evaluate, "concurrency", CONCURRENCY)
-        self._concurrency = default if concurrency is None else concurrency
+        at_once = getattr(evaluate, "concurrency", CONCURRENCY) if concurrency is None else concurrency
         if deadline is None:
             deadline = self._declared("deadline", lambda s: s > 0, "a number of seconds above 0")
-        self._deadline = float(DEADLINE if deadline is None else deadline)
         self._tools = self._toolbox(list(getattr(environment, "tools", ())))
-        self._needs_group = bool(getattr(environment, "needs_group", False))
-        self._success = self._declared("success", math.isfinite, "a finite number or None")
-        self._combine = self._rules()
+        is_async = inspect.iscoroutinefunction(evaluate)
+        self.about = Description(
+            who=self._who,
+            max_turns=self._max_turns,
+            needs_group=bool(getattr(environment, "needs_group", False)),
+            success=self._declared("success", math.isfinite, "a finite number or None"),
+            combine=self._rules(),
+            slots=("all" if is_async else "tools") if at_once else "none",
+            concurrency=at_once,
+            deadline=float(DEADLINE if deadline is None else deadline),
+            grace=GRACE if at_once or is_async else 0.0,
+            agents=(concurrency or 1) if runs_agents else 0,
+            has_aclose=defines(environment, "aclose"),
+            has_sessions=defines(environment, "open"),
+            tools=self._tools.schemas,
+        )
         self._sessions: dict[str, OpenSession] = {}
         self._opening: dict[str, asyncio.Event] = {}
         """Sessions that are being opened; the event is set when they are open or failed."""
-        self._calls = Calls(f"environment of task {task!r}", self._begin, self._concurrency)
-
-    @property
-    def serve(self) -> Callable[[Connection], None]:
-        """Answers the calls of the core until it is gone."""
-        return self._calls.serve
-
-    def _begin(self, call: Call, connection: Connection) -> Begun | None:
-        """Begin a call of the core; secrets in errors are masked."""
-        self._mask = connection.mask
-        connection.own_errors_only = True
-        alongside: dict[str, Callable[..., Coroutine[Any, Any, Any]]] = {
+        self._calls = calls = Calls(f"environment of task {task!r}", self._begin, at_once)
+        self.serve, self.release, self.interrupt = calls.serve, calls.close, calls.interrupt
+        self._alongside: Mapping[str, Callable[..., Coroutine[Any, Any, Any]]] = {
             "evaluate": self._evaluate,
             "open": self._open,
             "close": self._close,
@@ -179,34 +172,29 @@ class EnvironmentHost:
             "run": self._run_agent,
             "end": self._end,
         }
-        if call.method not in alongside:
+
+    def _begin(self, call: Call, connection: Connection) -> Begun | None:
+        """Begin a call of the core; secrets in errors are masked."""
+        self._mask = connection.mask
+        connection.own_errors_only = True
+        if call.method not in self._alongside:
             connection.answer(call, self)
             return None
         # what calls the others has a deadline: the dataloader, the rollout, the end of the process
-        late = self._deadline if call.method in ("evaluate", "open", "close") else None
-        return Begun(alongside[call.method](*call.args), late)
+        late = self.about.deadline if call.method in ("evaluate", "open", "close") else None
+        return self._alongside[call.method](*call.args), late
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Make a call, and nothing else meanwhile: "evaluate", "open", "close", "convert" or "run"."""
+        return self._calls.run(self._alongside[method](*args))
+
+    def end(self) -> None:
+        """Close all sessions and the environment; no call follows."""
+        self.call("end")
+        self.release()
 
     def description(self) -> Description:
-        return Description(
-            who=self._who,
-            max_turns=self._max_turns,
-            needs_group=self._needs_group,
-            success=self._success,
-            combine=self._combine,
-            slots=("all" if self._evaluates_async else "tools") if self._concurrency else "none",
-            concurrency=self._concurrency,
-            deadline=self._deadline,
-            cancellable=bool(self._concurrency) or self._evaluates_async,
-            agents=self._agents,
-            memory=resident(),
-            has_aclose=self._defines("aclose"),
-            has_sessions=self._has_sessions,
-            tools=self._tools.schemas,
-        )
-
-    @property
-    def _evaluates_async(self) -> bool:
-        return inspect.iscoroutinefunction(self._evaluate_all)
+        return attrs.evolve(self.about, memory=resident())
 
     def prompts(self, split: str) -> bytes:
         """Return the checked prompts of a split, pickled here so that an error names its prompt."""
@@ -242,15 +230,12 @@ class EnvironmentHost:
                 "and compute its items on access, or end the iteration"
             )
 
-    def convert(self, rows: Sequence[Mapping[str, Any]]) -> bytes | None:
+    async def _convert(self, rows: Sequence[Mapping[str, Any]]) -> bytes | None:
         """Return the pickled prompts of rows, or None if the environment does not make them.
 
         Ids come from the rows.
         """
-        return self._calls.run(self._convert(rows))
-
-    async def _convert(self, rows: Sequence[Mapping[str, Any]]) -> bytes | None:
-        if not self._defines("prompt"):
+        if not defines(self._environment, "prompt"):
             return None
         made = []
         results = await self._calls.each(self._environment.prompt, rows)
@@ -279,24 +264,8 @@ class EnvironmentHost:
 
     # ------------------------------------------------------------------------------ sessions
 
-    def open(self, prompts: Sequence[tuple[str, Prompt]]) -> list[SessionStart]:
-        """Open a session under each name; a failed one reports its error and is not closed."""
-        return self._calls.run(self._open(prompts))
-
-    def close(self, names: Sequence[str]) -> None:
-        """Close open sessions.  Errors of ``close`` are printed; the session is gone anyway."""
-        self._calls.run(self._close(names))
-
-    def end(self) -> None:
-        """Close all open sessions, and the environment; no call follows."""
-        self._calls.run(self._end())
-        self._calls.close()
-
-    def release(self) -> None:
-        """Close the event loop and all its tasks."""
-        self._calls.close()
-
     async def _open(self, prompts: Sequence[tuple[str, Prompt]]) -> list[SessionStart]:
+        """Open a session under each name; a failed one reports its error and is not closed."""
         opened = asyncio.Event()
         names = [name for name, _ in prompts]
         self._opening |= dict.fromkeys(names, opened)
@@ -313,6 +282,7 @@ class EnvironmentHost:
             opened.set()
 
     async def _close(self, names: Sequence[str]) -> None:
+        """Close open sessions.  Errors of ``close`` are printed; the session is gone anyway."""
         busy = [self._opening[name] for name in names if name in self._opening]
         busy += [self._sessions[name].idle for name in names if name in self._sessions]
         if waits := [event.wait() for event in busy if not event.is_set()]:
@@ -324,18 +294,11 @@ class EnvironmentHost:
             _print_errors(results)
 
     async def _end(self) -> None:
-        if others := self._calls.cancel_others():
-            await self._calls.gathered(others)
+        """Close all open sessions, and the environment; no call follows."""
+        await self._calls.end_others()
         await self._close(list(self._sessions))
-        if self._defines("aclose"):
+        if self.about.has_aclose:
             _print_errors(await self._calls.each(lambda made: made.aclose(), [self._environment]))
-
-    @property
-    def _has_sessions(self) -> bool:
-        return self._defines("open")
-
-    def _defines(self, name: str) -> bool:
-        return defines(self._environment, name)
 
     async def _opened(self, name: str, value: Any) -> SessionStart:
         if isinstance(value, BaseException):
@@ -363,67 +326,42 @@ class EnvironmentHost:
 
     # ------------------------------------------------------------------------------ agents
 
-    def run(self, name: str, prompt: Prompt, client: AgentClient) -> Judgement | None:
-        """Let the agent play one rollout and nothing else meanwhile.  Raises the agent's errors."""
-        return self._calls.run(self._run_agent(name, prompt, client))
-
-    def interrupt(self) -> None:
-        """Cancel the call of this object that waits in another thread."""
-        self._calls.interrupt()
-
-    async def _run_agent(self, name: str, prompt: Prompt, client: AgentClient) -> Judgement | None:
+    async def _run_agent(self, given: tuple[str, Prompt, AgentClient]) -> Judgement | None:
         """Let the agent play a rollout; return its result, or None if ``evaluate`` judges it."""
+        name, prompt, client = given
         session = self._sessions.get(name)
-        if self._has_sessions and session is None:
+        if self.about.has_sessions and session is None:
             return Judgement(error=SESSION_ENDED, lost=True)
         with _used([] if session is None else [session]):
             value = None if session is None else session.value
             run = self._environment.run(prompt, attrs.evolve(client, session=value))
             (result,) = await self._calls.gathered([run])
-        if isinstance(result, Exception):
-            if urlsplit(client.base_url).netloc in str(unavailable(result)):  # that is the model
-                raise result
-            _raise(result)
-        if isinstance(result, BaseException):
-            raise self._raised(f"{self._who}: run", result, CodeError) from result
-        if result is None:
+        if isinstance(result, Exception) and urlsplit(client.base_url).netloc in str(unavailable(result)):
+            raise result  # that is the model
+        if self._returned("run", result) is None:
             return None
         return as_feedback([result], 1, self._who, method="run", mask=self._mask, ids=[prompt.id])[0]
 
     def ping(self) -> None:
         """Do nothing: an answer shows that no call blocks the others."""
 
-    def _is_agent(self) -> bool:
-        run = getattr(self._environment, "run", None)
-        if not self._defines("run"):
-            return False
-        if not inspect.iscoroutinefunction(run):
-            raise PluginError(
-                f"{self._who}: run is not async, and would block all other rollouts; write async def run, "
-                "and await asyncio.to_thread(...) for blocking calls"
-            )
-        return True
-
     # ------------------------------------------------------------------------------ evaluation
 
-    def evaluate(self, episodes: Sequence[Episode]) -> list[Judgement]:
+    async def _evaluate(self, episodes: Sequence[Episode]) -> list[Judgement]:
         """Return feedback for each episode.  Raises PluginError for an invalid result.
 
         The environment evaluates before any tool runs: if it raises, the episodes are tried again, and no
         tool may run twice.
         """
-        return self._calls.run(self._evaluate(episodes))
-
-    async def _evaluate(self, episodes: Sequence[Episode]) -> list[Judgement]:
         results: dict[int, Judgement] = {}
         judged: dict[int, Episode] = {}
         called: dict[int, Episode] = {}
         for i, episode in enumerate(episodes):
             session = self._sessions.get(str(episode.session))
-            if self._has_sessions and session is None:
+            if self.about.has_sessions and session is None:
                 results[i] = Judgement(error=SESSION_ENDED, lost=True)
                 continue
-            calls = not self._runs_agents and calls_of(episode)  # an agent answers its own calls
+            calls = not self.about.runs_agents and calls_of(episode)  # an agent answers its own calls
             (called if calls else judged)[i] = attrs.evolve(episode, session=session)
         with _used([e.session for e in (*judged.values(), *called.values()) if e.session is not None]):
             if judged:
@@ -434,17 +372,23 @@ class EnvironmentHost:
                     found = error
                 if inspect.isawaitable(found):
                     (found,) = await self._calls.gathered([found])
-                results |= zip(judged, self._feedback(found, shown), strict=True)
+                found = self._returned(self._judge, found)
+                ids = [episode.prompt.id for episode in shown]
+                feedback = as_feedback(found, len(ids), self._who, self._judge, mask=self._mask, ids=ids)
+                results |= zip(judged, feedback, strict=True)
             results |= zip(called, await self._answers(list(called.values())), strict=True)
         return [results[i] for i in range(len(episodes))]
 
-    def _feedback(self, results: Any, episodes: Sequence[Episode]) -> list[Judgement]:
-        if isinstance(results, Exception):
-            _raise(results)
-        if isinstance(results, BaseException):
-            raise self._raised(f"{self._who}: {self._judge}", results, CodeError) from results
-        ids = [episode.prompt.id for episode in episodes]
-        return as_feedback(results, len(episodes), self._who, self._judge, mask=self._mask, ids=ids)
+    def _returned(self, method: str, result: Any) -> Any:
+        """Return what a method returned, or raise what it raised: as Unavailable if a service is away."""
+        if isinstance(result, Exception):
+            away = unavailable(result)
+            if away is None or away is result:
+                raise result
+            raise away from result
+        if isinstance(result, BaseException):
+            raise self._raised(f"{self._who}: {method}", result, CodeError) from result
+        return result
 
     def _raised(
         self, what: str, error: BaseException, kind: type[PluginError | CodeError] = PluginError
@@ -479,17 +423,15 @@ class EnvironmentHost:
             pairs = list(zip(boxes, calls, strict=True))
             results = await self._calls.each(lambda pair: pair[0].call(pair[1]), pairs)
             for i, call, result in zip(here, calls, results, strict=True):
-                if isinstance(result, BaseException) and (away := self._tool_is_away(call, result)):
+                # a service that the call names may be the model's choice
+                kind = Unavailable if "://" in str(call["function"]["arguments"]) else BaseException
+                away = self._away(result) if isinstance(result, kind) else None
+                if away is not None:
                     failed[i] = Judgement(error=self._describe(result), messages=answers[i], unavailable=away)
-                elif isinstance(result, SessionLost):  # the error is not the model's fault
+                elif isinstance(result, SessionLost):
                     failed[i] = Judgement(error=self._describe(result))
                 answers[i].append(message(call, result, self._mask))
         return [failed.get(i) or Judgement(done=False, messages=each) for i, each in enumerate(answers)]
-
-    def _tool_is_away(self, call: Mapping[str, Any], error: BaseException) -> Unavailable | None:
-        """Return the Unavailable behind a tool's error, unless the model chose the service."""
-        named_by_model = not isinstance(error, Unavailable) and "://" in str(call["function"]["arguments"])
-        return None if named_by_model else self._away(error)
 
     # ------------------------------------------------------------------------------ declarations
 
@@ -500,13 +442,6 @@ class EnvironmentHost:
         if not (number and fits(value)) and (value is not None or name == "max_turns"):
             raise PluginError(f"{self._who}: {name} is {value!r}, expected {expected}")
         return value
-
-    def _number_of_turns(self) -> int:
-        kinds = [each for each in type(self._environment).__mro__ if each is not Environment]
-        if self._runs_agents and not any("max_turns" in vars(each) for each in (self._environment, *kinds)):
-            return AGENT_TURNS
-        turns: int = self._declared("max_turns", lambda n: n > 0, "a whole number of at least 1", whole=True)
-        return turns
 
     def _rules(self) -> dict[str, str]:
         rules = getattr(self._environment, "combine", Environment.combine)
@@ -531,6 +466,28 @@ class EnvironmentHost:
         if found := lone_surrogate([complete.id, complete.messages]):
             raise PluginError(f"{where}: prompt {complete.id!r} {unreadable(found)}")
         return complete
+
+
+def made(
+    task: str,
+    spec: str,
+    options: Mapping[str, Any],
+    plugins: PluginSelection = ALL_PLUGINS,
+    host: PluginHost | None = None,
+    **settings: Any,
+) -> EnvironmentHost:
+    """Make an environment.
+
+    Args:
+        spec: name of the environment.
+        options: options of its factory.
+        plugins: selection of the plugins to load.
+        host: the loaded plugins, if this process has them.
+        settings: as ``EnvironmentHost``.
+    """
+    host = host or PluginHost.of(plugins)
+    who = f"task {task!r}: {host.find('environment', spec)}"
+    return EnvironmentHost(host.make("environment", spec, **options), task=task, who=who, **settings)
 
 
 @contextlib.contextmanager
@@ -614,14 +571,6 @@ def calls_of(episode: Episode) -> Sequence[Mapping[str, Any]]:
         if each.get("role") != "tool":
             return tuple(each.get("tool_calls") or ())[answered:]
     return ()
-
-
-def _raise(error: Exception) -> NoReturn:
-    """Raise an error; as Unavailable if a service is unavailable."""
-    away = unavailable(error)
-    if away is None or away is error:
-        raise error
-    raise away from error
 
 
 def _print_errors(results: Sequence[Any]) -> None:

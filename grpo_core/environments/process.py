@@ -36,11 +36,11 @@ from grpo_core.contracts.playing import Player
 from grpo_core.contracts.protocols import Description
 from grpo_core.contracts.records import AgentClient, Episode, Judgement, Prompt, SessionStart
 from grpo_core.environments.dispatcher import Dispatcher, Failure, Services
-from grpo_core.environments.host import UNREADABLE, EnvironmentHost
+from grpo_core.environments.host import GRACE, UNREADABLE, made
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.installed import ALL_PLUGINS, PluginSelection
 from grpo_core.processes import secrets
-from grpo_core.processes.aio import FairSemaphore, RestartBudget
+from grpo_core.processes.aio import FairSemaphore, repeated
 from grpo_core.processes.child import Child, ThreadChild
 from grpo_core.processes.interpreters import Interpreter, from_here, variables_of
 from grpo_core.text.credentials import Mask
@@ -50,9 +50,6 @@ MAX_DEATHS = 3
 
 CLOSING = 5.0
 """Seconds for closing open sessions and the environment when the process ends."""
-
-GRACE = 2.0
-"""Seconds after a deadline for the process to report that it cancelled an async call."""
 
 KEY = "environment.env_vars"
 """Configuration key in messages about environment variables."""
@@ -72,8 +69,6 @@ class EnvironmentProcess:
         host: the plugins of this process; the environment then runs on a thread here (``ThreadChild``).
     """
 
-    HOST = "grpo_core.environments.host:EnvironmentHost"
-    """Class to make in the child."""
     about = Description()
 
     def __init__(
@@ -153,18 +148,17 @@ class EnvironmentProcess:
         some = self._services.evaluations(episodes, self.about)
         return await self._dispatcher.ask(some)
 
-    async def call(self, method: str, items: Sequence[Any], slots: int) -> Sequence[Any] | Failure:
-        """Evaluate episodes, or open sessions, in one call; it takes ``slots``, or all if there are fewer.
+    async def call(self, method: str, items: Sequence[Any], slots: int) -> Any | Failure:
+        """Make a call "evaluate", "open" or "run"; it takes ``slots``, or all if there are fewer.
 
         Raises PluginError if the environment cannot be made or breaks its contract, ChildDied if it is
         closed.
         """
-        async with self._slots.take(slots):
+        async with self._slots.take(slots) if slots else contextlib.nullcontext():
             child = await self._started()
+            seconds = None if method == "run" else self.about.deadline
             try:
-                results: Sequence[Any] = await child.call_alongside(
-                    method, items, seconds=self.about.deadline, grace=self._grace
-                )
+                results = await child.call_alongside(method, items, seconds=seconds, grace=self.about.grace)
             except PluginError:
                 raise
             except Exception as error:
@@ -184,26 +178,20 @@ class EnvironmentProcess:
         child = await self._started()
         self._playing += 1
         try:
-            found: Judgement | None = await child.call_alongside(
-                "run", session, prompt, client, seconds=None, grace=0.0
-            )
+            found: Judgement | Failure | None = await self.call("run", (session, prompt, client), 0)
         except asyncio.CancelledError:
             self._look_after(child)
             raise
-        except PluginError:
-            raise
-        except Exception as error:
-            if self._closed:
-                raise
-            failure, fault = self._failure(child, error, 0), fault_of(error)
-            away = error if isinstance(error, Unavailable) and not error.timed_out else None
-            if away is None and not failure.died:
-                report("call_failed", self._name, failure.brief, fault=fault)
-            lost = failure.died and not failure.alone
-            return Judgement(error=describe(error), fault=fault, lost=lost, unavailable=away)
         finally:
             self._playing -= 1
-        return found
+        if not isinstance(found, Failure):
+            return found
+        error, fault = found.cause, fault_of(found.cause)
+        away = error if isinstance(error, Unavailable) and not error.timed_out else None
+        if away is None and not found.died:
+            report("call_failed", self._name, found.brief, fault=fault)
+        lost = found.died and not found.alone
+        return Judgement(error=describe(error), fault=fault, lost=lost, unavailable=away)
 
     async def close(self, sessions: Sequence[str]) -> None:
         """Close sessions as soon as the process is free, at the latest in ``aclose``."""
@@ -218,10 +206,6 @@ class EnvironmentProcess:
         await self._end()
         if tasks := [task for task in (self._closer, self._probe) if task is not None]:
             await asyncio.wait(tasks)
-
-    @property
-    def _grace(self) -> float:
-        return GRACE if self.about.cancellable else 0.0
 
     def _unpickled(self, pickled: bytes, method: str) -> list[Prompt]:
         try:
@@ -245,7 +229,7 @@ class EnvironmentProcess:
                 if self._child is not None and self._child.alive:
                     with contextlib.suppress(GrpoError):  # it died, and its sessions with it
                         await self._child.call_alongside(
-                            "close", sessions, seconds=self.about.deadline, grace=self._grace
+                            "close", sessions, seconds=self.about.deadline, grace=self.about.grace
                         )
             self._closer = None
 
@@ -290,7 +274,7 @@ class EnvironmentProcess:
 
         await self._started()
         async with self._slots.take(self._slots.number):
-            return await RestartBudget(MAX_DEATHS).run(ask, on=ChildDied)
+            return await repeated(ask, MAX_DEATHS, ChildDied)
 
     async def _started(self) -> Child:
         """Return the running child, or start one.  Raises PluginError if the environment cannot be made."""
@@ -306,7 +290,7 @@ class EnvironmentProcess:
                 self._bury(self._child, why, alone=False)
             await self._end()
             try:
-                return await RestartBudget(MAX_DEATHS).run(self._start, on=ChildDied)
+                return await repeated(self._start, MAX_DEATHS, ChildDied)
             except ChildDied as error:
                 raise self._cannot_start(error) from error
 
@@ -321,11 +305,11 @@ class EnvironmentProcess:
         given = from_here(self._config.env_vars, KEY)
         child: Child
         if self._host is not None:
-            make = partial(EnvironmentHost, **self._made_with, host=self._host)
+            make = partial(made, **self._made_with, host=self._host)
             child = ThreadChild(make, name=self._name)
         else:
             child = Child(
-                self.HOST,
+                "grpo_core.environments.host:made",
                 self._made_with,
                 name=self._name,
                 # with the same hashes in each process, a set of strings has the same order

@@ -22,7 +22,6 @@ from grpo_core.contracts.protocols import Engine
 from grpo_core.contracts.records import Completion, GenerationRequest, Group, Rollout, Weights
 from grpo_core.loop.agreement import Agreement, Known, Tolerance, TopToken, agreement, movement
 from grpo_core.processes import aio
-from grpo_core.processes.aio import RestartBudget
 
 MAX_FAILURES = 3
 """Failures in a row after which the canary gives up: an engine may die during the check, and have the weights
@@ -97,9 +96,7 @@ async def _compared(engine: Engine, weights: Weights, tolerance: Tolerance) -> A
         GenerationRequest(prompt_ids=canary.prompt_ids, max_tokens=1, temperature=0.0)
         for canary in weights.canary
     ]
-    completions = await RestartBudget(MAX_FAILURES).run(
-        lambda: engine.generate(requests), on=(EngineError, ChildDied)
-    )
+    completions = await aio.repeated(lambda: engine.generate(requests), MAX_FAILURES, EngineError, ChildDied)
     check_completions(completions, requests)
     explained = tolerance.explained({info.dtype for info in weights.tensors} | {getattr(engine, "dtype", "")})
     return agreement(weights.canary, [_answer(weights.version, each) for each in completions], explained)

@@ -11,8 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any, Self, TypeVar
 
-from attrs import define, field
-
 from grpo_core.contracts.errors import GrpoError
 from grpo_core.processes import interrupts
 
@@ -311,38 +309,9 @@ DEATH_IS_SEEN = 2.0
 """Seconds until a watched process that ended is known to be dead."""
 
 
-@define
-class RestartBudget:
-    """Counts failures in a row; ``limit`` of them exhaust it, and a success resets it."""
-
-    limit: int
-    failures: int = field(default=0, init=False)
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether to stop retrying."""
-        return self.failures >= self.limit
-
-    def failed(self) -> None:
-        self.failures += 1
-
-    def succeeded(self) -> None:
-        self.failures = 0
-
-    async def run(
-        self, call: Callable[[], Awaitable[T]], *, on: type[Exception] | tuple[type[Exception], ...]
-    ) -> T:
-        """Await ``call()`` and retry it until it succeeds or the budget is exhausted.
-
-        Raises the last of the errors ``on``, and any other error at once.
-        """
-        while True:
-            try:
-                result = await call()
-            except on:
-                self.failed()
-                if self.exhausted:
-                    raise
-            else:
-                self.succeeded()
-                return result
+async def repeated(call: Callable[[], Awaitable[T]], times: int, *on: type[Exception]) -> T:
+    """Await ``call()``, and again after one of these errors: at most so many times.  Raises the last one."""
+    for _ in range(times - 1):
+        with contextlib.suppress(*on):
+            return await call()
+    return await call()

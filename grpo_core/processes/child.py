@@ -41,7 +41,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from grpo_core.contracts import errors, incidents
 from grpo_core.processes import orphans, secrets
@@ -136,7 +136,6 @@ class Child:
         self._reader: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._connecting = asyncio.Lock()
-        self._ready = False
         self._heard = 0.0
         """Time of the last answer."""
         self.death: errors.GrpoError | None = None
@@ -187,6 +186,7 @@ class Child:
 
         Raises the factory's error, ChildDied, or DeadlineExceeded after ``seconds``.
         """
+        await self._connect()
         return await self._answer(0, "start", seconds)
 
     async def call(self, method: str, *args: Any, seconds: float | None) -> Any:
@@ -258,8 +258,7 @@ class Child:
 
     def _has_ended(self) -> bool:
         if self._process.returncode is None and self._process.poll() is not None:
-            self._kill_group()
-            self._kill_marked()
+            self._kill_descendants()
         return self._process.returncode is not None
 
     def _reap(self) -> None:
@@ -277,8 +276,7 @@ class Child:
 
     def _wait(self, seconds: float | None = None) -> int:
         code = self._process.wait(seconds)
-        self._kill_group()
-        self._kill_marked()
+        self._kill_descendants()
         return code
 
     def _kill_group(self) -> None:
@@ -289,8 +287,9 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # no such group; macOS: only zombies
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _kill_marked(self) -> None:
-        """Kill descendants outside the group once the child can start no more."""
+    def _kill_descendants(self) -> None:
+        """Kill all descendants, also those outside the group, once the child can start no more."""
+        self._kill_group()
         if self._mark:
             orphans.end_marked(self._mark)
 
@@ -305,11 +304,8 @@ class Child:
         self, id: int, method: str, seconds: float | None, *, grace: float | None = None
     ) -> Any:
         """Wait for an answer; ``grace`` extends the wait while others arrive.  Kill a late child."""
-        await self._connect()
         if self.death is not None:
             raise self.death
-        if id == 0 and self._ready:
-            return None
         future = self._waiting[id]
         loop = asyncio.get_running_loop()
         since = loop.time()
@@ -322,11 +318,10 @@ class Child:
                     late = f"{self.name}: no answer to {method!r} within {seconds:g} s; killed"
                     self.kill(errors.DeadlineExceeded(late))
                 since = self._heard
-            result = future.result()
+            return future.result()
         finally:
-            self._waiting.pop(id, None)
-        self._ready = self._ready or id == 0
-        return result
+            if id:  # the start has one answer for all who wait for it
+                self._waiting.pop(id, None)
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
         try:
@@ -386,24 +381,15 @@ def scratch_directory() -> tempfile.TemporaryDirectory[str]:
     return _MARKS.directory()
 
 
-class Target(Protocol):
-    """The object that answers the calls."""
-
-    def description(self) -> object: ...
-    def serve(self, connection: Connection) -> None: ...
-    def release(self) -> None:
-        """Free its resources in this process; the last call."""
-
-
 class ThreadChild(Child):
     """A ``Child`` whose target lives on a thread of this process.
 
     Args:
-        make: makes the target, on that thread.
+        make: makes the target, on that thread; its last call is ``release()``.
         name: name of the child in messages.
     """
 
-    def __init__(self, make: Callable[[], Target], *, name: str) -> None:
+    def __init__(self, make: Callable[[], Any], *, name: str) -> None:
         self._make = make
         super().__init__("", name=name)
 
@@ -419,7 +405,7 @@ class ThreadChild(Child):
 class _Serving:
     """A thread with the interface of ``subprocess.Popen``."""
 
-    def __init__(self, connection: socket.socket, make: Callable[[], Target], name: str) -> None:
+    def __init__(self, connection: socket.socket, make: Callable[[], Any], name: str) -> None:
         self.pid = os.getpid()
         self.returncode: int | None = None
         self._ended = threading.Event()
@@ -442,7 +428,7 @@ class _Serving:
             self.returncode = code
         self._ended.set()
 
-    def _serve(self, sock: socket.socket, make: Callable[[], Target]) -> None:
+    def _serve(self, sock: socket.socket, make: Callable[[], Any]) -> None:
         code, connection = 0, Connection(sock)
         try:
             connection.receive()

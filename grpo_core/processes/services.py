@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import email.utils
+import itertools
 import math
 import random
 import ssl
@@ -298,15 +299,17 @@ async def retried(call: Callable[[], Awaitable[T]], retries: int, on: type[Unava
         retries: number of calls after the first.
         on: the errors after which another call does no harm.
 
-    Raises the last error, at once if the service asks for more than ``LONGEST_PAUSE`` seconds.
+    Raises the last error, with the number of calls; at once if the service asks for more than
+    ``LONGEST_PAUSE`` seconds.
     """
-    for left in range(retries, -1, -1):
+    for made in itertools.count(1):
         try:
             return await call()
         except on as error:
-            backoff = min(FIRST_PAUSE * 2 ** (retries - left), 8.0) * random.uniform(1.0, 1.25)
+            backoff = min(FIRST_PAUSE * 2 ** (made - 1), 8.0) * random.uniform(1.0, 1.25)
             pause = backoff if error.retry_after is None else error.retry_after
-            if not left or pause > LONGEST_PAUSE:
+            if made > retries or pause > LONGEST_PAUSE:
+                error.args = (f"{error} ({made} attempts)" if made > 1 else str(error),)
                 raise
         await asyncio.sleep(pause)
     raise AssertionError("the last call returns or raises")

@@ -48,7 +48,7 @@ class HostedEnvironment:
     """
 
     def __init__(self, environment: Any, *, task: str = "task") -> None:
-        self.host = EnvironmentHost.around(environment, task=task)
+        self.host = EnvironmentHost(environment, task=task)
         self.about = self.host.description()
         self.player: Player | None = None
         self.calls: list[int] = []
@@ -65,7 +65,7 @@ class HostedEnvironment:
 
     async def convert(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt] | None:
         """The prompts of rows, or None if the environment does not make them."""
-        pickled = self.host.convert(rows)
+        pickled = self.host.call("convert", rows)
         return None if pickled is None else list(pickle.loads(pickled))
 
     async def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:
@@ -76,7 +76,7 @@ class HostedEnvironment:
         """Begin a session for each prompt, in order; its key is the session's name."""
         if not self.about.has_sessions:
             return [SessionStart(tools=self.about.tools)] * len(prompts)
-        return await self._called(lambda: self.host.open(list(prompts.items())))
+        return await self._called(lambda: self.host.call("open", list(prompts.items())))
 
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Judgement]:
         """Feedback for each episode, in order."""
@@ -91,7 +91,8 @@ class HostedEnvironment:
 
     def _evaluate(self, episodes: Sequence[Episode]) -> list[Judgement]:
         try:
-            return self.host.evaluate(episodes)
+            found: list[Judgement] = self.host.call("evaluate", episodes)
+            return found
         except PluginError:
             raise
         except Exception as error:
@@ -117,7 +118,7 @@ class HostedEnvironment:
         Cancelling this cancels the agent.
         """
         try:
-            return await self._called(lambda: self.host.run(session, prompt, client))
+            return await self._called(lambda: self.host.call("run", (session, prompt, client)))
         except PluginError:
             raise
         except Exception as error:
@@ -125,7 +126,7 @@ class HostedEnvironment:
 
     async def close(self, sessions: Sequence[str]) -> None:
         """End these sessions."""
-        await self._called(lambda: self.host.close(sessions))
+        await self._called(lambda: self.host.call("close", sessions))
 
     async def aclose(self) -> None:
         """End all sessions."""

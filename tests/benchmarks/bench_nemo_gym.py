@@ -178,7 +178,7 @@ def merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def replay(host: EnvironmentHost, prompt: grpo.Prompt, recorded: dict[str, Any], outcome: Outcome) -> None:
-    (start,) = host.open([("s", prompt)])
+    (start,) = host.call("open", [("s", prompt)])
     if start.error:
         outcome.unscored[start.error] += 1
         return
@@ -190,7 +190,7 @@ def replay(host: EnvironmentHost, prompt: grpo.Prompt, recorded: dict[str, Any],
         messages.append(message)
         judged = "turns" if message is script[-1] and not answers else "stop"  # a call that was not made
         episode = grpo.Episode(prompt=prompt, messages=messages, session="s", finish_reason=judged)
-        (feedback,) = host.evaluate([episode])
+        (feedback,) = host.call("evaluate", [episode])
         for got in feedback.messages:
             if got["role"] == "tool" and answers:
                 outcome.answers += 1
@@ -199,7 +199,7 @@ def replay(host: EnvironmentHost, prompt: grpo.Prompt, recorded: dict[str, Any],
         total += feedback.reward or 0.0
         if feedback.done:
             break
-    host.close(["s"])
+    host.call("close", ["s"])
     if feedback.error or (feedback.done is False and feedback.reward is None):
         outcome.unscored[(feedback.error or "its rollout goes on")[:200]] += 1
     elif abs(total - recorded["reward"]) <= NEAR:
@@ -228,7 +228,7 @@ def measure(port: int, folder: Path) -> Outcome:
     outcome = Outcome()
     ready(f"http://127.0.0.1:{port}")
     environment = NeMoGym(f"http://127.0.0.1:{port}", timeout=TIMEOUT, retries=0)
-    host = EnvironmentHost.around(environment)  # one event loop for all
+    host = EnvironmentHost(environment)  # one event loop for all
     for row, recorded in recordings(folder):
         outcome.recorded += 1
         if sum(number for told, number in outcome.unscored.items() if "no answer within" in told) >= SILENT:

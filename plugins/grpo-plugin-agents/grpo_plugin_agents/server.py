@@ -88,11 +88,6 @@ class AgentServer(Player):
         self._url = ""
         self._warned: set[str] = set()
 
-    @property
-    def sessions(self) -> int:
-        """Number of open sessions."""
-        return len(self._sessions)
-
     async def start(self) -> None:
         """Open the port.  Raises ConfigError if this machine does not have the address."""
         app = web.Application(client_max_size=MAX_BODY)

@@ -285,10 +285,18 @@ class Session:
         for completion, text in zip(completions, texts, strict=True):
             message = self._message(request, turn, completion, text)
             node = self.recorder.record(turn, completion, message)
-            answer = self._answered(node, thinking and thoughts.THOUGHT_ENDS not in text)
-            stop = next(iter(_stops(request, completion, text)), None)
+            answer = Answer(
+                id=f"{len(self._replies):08d}",
+                message=node.message,
+                finish_reason=node.finish_reason,
+                prompt_tokens=node.prompt_tokens,
+                completion_tokens=len(node.tokens),
+                thinking=thinking and thoughts.THOUGHT_ENDS not in text,
+                stop=next(iter(_stops(request, completion, text)), None),
+            )
+            self._replies[f"resp_{answer.id}"] = node
             thought = self._thought_tokens(completion, text) if answer.parts[0] else 0
-            answers.append(evolve(answer, stop=stop, thought_tokens=thought))
+            answers.append(evolve(answer, thought_tokens=thought))
         return Reply(body=encoded(dialect, request, answers), stream=request.stream)
 
     def _message(self, request: ChatRequest, turn: Turn, completion: Completion, text: str) -> Message:
@@ -315,19 +323,6 @@ class Session:
             return part.count(thoughts.THOUGHT_ENDS) == ends
 
         return 1 + bisect.bisect_left(range(1, len(ids)), True, key=thinks)
-
-    def _answered(self, node: Node, thinking: bool) -> Answer:
-        id = f"{len(self._replies):08d}"
-        answer = Answer(
-            id=id,
-            message=node.message,
-            finish_reason=node.finish_reason,
-            prompt_tokens=node.prompt_tokens,
-            completion_tokens=len(node.tokens),
-            thinking=thinking,
-        )
-        self._replies[f"resp_{id}"] = node
-        return answer
 
     def _history(self, id: str) -> tuple[Message, ...] | None:
         node = self._replies.get(id)

@@ -75,7 +75,7 @@ def story(play, *texts, **options):
             await play(scene)
             recording = await scene.session.aclose()
             check(recording, scene.engine)
-            assert scene.server.sessions == 0
+            assert not scene.server._sessions
             return recording
 
     return asyncio.run(told())
@@ -782,7 +782,7 @@ def test_sessions_that_have_ended_leave_nothing_behind():
         gc.collect()
         after, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert scene.server.sessions == 1
+        assert len(scene.server._sessions) == 1
         assert after - before < 200_000, "one session has 100,000 bytes"
 
     story(play)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import regex
@@ -62,8 +63,8 @@ class Gym(grpo.Environment):
         from grpo_plugin_gym.texts import Actions
 
         self._name, self._arguments = name, dict(arguments or {})
-        self._draws = show == "ansi" or (show == "auto" and self._can_draw())
         self._make = self._factory()
+        self._draws = show == "ansi" or (show == "auto" and self._can_draw())
         probe = self._made()
         try:
             self._actions = Actions(probe.action_space, actions, pattern)
@@ -89,9 +90,6 @@ class Gym(grpo.Environment):
             return [self._prompt(environment, seed) for seed in range(first, first + number)]
         finally:
             environment.close()
-
-    def solve(self, prompt: grpo.Prompt) -> str | None:
-        return None
 
     def open(self, prompt: grpo.Prompt) -> Game:
         environment = self._made()
@@ -167,11 +165,7 @@ class Gym(grpo.Environment):
                 f"gym: gymnasium has no environment {self._name!r}.{near} Write gym:ID, gym:module:Class or "
                 "gym:./file.py:Class"
             )
-
-        def make(**arguments: Any) -> Any:
-            return gymnasium.make(self._name, disable_env_checker=True, **arguments)
-
-        return make
+        return partial(gymnasium.make, self._name, disable_env_checker=True)
 
     def _made(self) -> Any:
         arguments = {"render_mode": "ansi", **self._arguments} if self._draws else self._arguments
@@ -186,13 +180,8 @@ class Gym(grpo.Environment):
         """Whether the environment declares a text rendering."""
         import gymnasium
 
-        if ":" in self._name:
-            found = grpo.load_object(self._name, who="gym")
-        elif self._name in gymnasium.registry:
-            entry = gymnasium.registry[self._name].entry_point
-            found = gymnasium.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
-        else:
-            return False
+        entry = self._make if ":" in self._name else gymnasium.registry[self._name].entry_point
+        found = gymnasium.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
         modes = getattr(found, "metadata", {})
         return isinstance(modes, Mapping) and "ansi" in modes.get("render_modes", ())
 

@@ -96,11 +96,11 @@ def played(environment, *replies, place=0):
     """Play one rollout; return its prompt, the answers, and the feedback on each reply."""
     prompt = environment.prompts("train")[place]
     host = HostedEnvironment(environment).host
-    (start,) = host.open([("s", prompt)])
+    (start,) = host.call("open", [("s", prompt)])
     messages, feedback = list(prompt.messages), [grpo.Feedback(error=start.error)] if start.error else []
     for reply in replies if start.error is None else ():
         messages.append({"role": "assistant", "content": reply})
-        feedback += host.evaluate([grpo.Episode(prompt=prompt, messages=messages, session="s")])
+        feedback += host.call("evaluate", [grpo.Episode(prompt=prompt, messages=messages, session="s")])
         messages += feedback[-1].messages
         if feedback[-1].done:
             break
@@ -207,10 +207,10 @@ def test_a_step_that_raises_is_unscored_and_no_other_game_steps_twice(file):
     environment = offered(f"{file}:Fragile")
     prompt = environment.prompts("train")[0]
     host = HostedEnvironment(environment).host
-    host.open([(name, prompt) for name in "abc"])
+    host.call("open", [(name, prompt) for name in "abc"])
 
     def turn(**replies):
-        return host.evaluate([
+        return host.call("evaluate", [
             grpo.Episode(
                 prompt=prompt,
                 messages=[*prompt.messages, {"role": "assistant", "content": said}],

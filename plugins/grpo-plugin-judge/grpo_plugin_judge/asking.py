@@ -93,6 +93,7 @@ class Asker:
         self._client = services.Client(
             judge.url, who=f"judge {judge.model}", key=key, seconds=timeout, busy=BUSY, largest=LARGEST
         )
+        self.aclose = self._client.aclose
 
     async def score(
         self, messages: Sequence[Mapping[str, str]], vote: int, read: Callable[[str], float | None]
@@ -117,9 +118,6 @@ class Asker:
             return await asyncio.to_thread(read, text)
         except TimeoutError as error:
             raise NoScore(f"{self.judge.model}: {error}") from None
-
-    async def aclose(self) -> None:
-        await self._client.aclose()
 
     async def _completed(self, question: Mapping[str, Any]) -> str:
         async def attempt() -> str:

@@ -140,7 +140,7 @@ def replied(*replies, session=None):
 def judged(environment, *replies):
     host = HostedEnvironment(environment).host
     try:
-        return host.evaluate(replied(*replies))
+        return host.call("evaluate", replied(*replies))
     finally:
         host.end()
 
@@ -203,21 +203,21 @@ def test_prompts_turns_and_sessions_are_those_of_the_first_part(parts):
     environment = parts(turns={"kind": "Turns"}, short={"kind": "Short"})
     hosted = HostedEnvironment(environment).host
     assert hosted.description().max_turns == 2
-    (start,) = hosted.open([("s", Prompt(messages="1=", id="1"))])
+    (start,) = hosted.call("open", [("s", Prompt(messages="1=", id="1"))])
     assert start.error is None
-    (first,) = hosted.evaluate(replied("12", session="s"))
+    (first,) = hosted.call("evaluate", replied("12", session="s"))
     assert (first.done, first.reward, first.metrics) == (False, 0.5, {"turns": 0.5})
-    (second,) = hosted.evaluate(replied("12", session="s"))
+    (second,) = hosted.call("evaluate", replied("12", session="s"))
     assert (second.done, second.reward) == (True, 1.0)
 
 
 def test_a_rollout_that_a_limit_ends_is_judged_by_all_parts(parts):
     environment = parts(turns={"kind": "Turns"}, short={"kind": "Short"})
     hosted = HostedEnvironment(environment).host
-    hosted.open([("s", Prompt(messages="1=", id="1"))])
+    hosted.call("open", [("s", Prompt(messages="1=", id="1"))])
     (episode,) = replied("12", session="s")
     cut = Episode(prompt=episode.prompt, messages=episode.messages, session="s", finish_reason="length")
-    (feedback,) = hosted.evaluate([cut])
+    (feedback,) = hosted.call("evaluate", [cut])
     assert feedback.metrics == {"turns": 0.5, "short": 0.5}
     assert feedback.reward == 1.0
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
 import grpo_core as grpo
+from grpo_core.kit import aio
 
 PAGES = 100
 """Largest number of pages of a list of tools, against endless lists."""
@@ -108,7 +109,7 @@ class Server:
         except BaseException as error:
             if ready.done():
                 raise
-            first = _first(error)
+            first = aio.root_cause(error)
             ready.set_exception(first if isinstance(first, Exception) else ConnectionError("it was ended"))
             ready.exception()  # there may be no waiter left
 
@@ -162,13 +163,6 @@ class ToolFailed(Exception):  # noqa: N818 - named after the outcome
 
     def __repr__(self) -> str:
         return str(self)
-
-
-def _first(error: BaseException) -> BaseException:
-    """Unwrap an error from the exception groups of task groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _text(part: Any) -> str:

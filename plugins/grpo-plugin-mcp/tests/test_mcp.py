@@ -139,7 +139,7 @@ PROMPT = grpo.Prompt(messages="Count to 5.", answer="5", id="0")
 def called(host, session, name, **arguments):
     tool_call = {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
     said = {"role": "assistant", "content": "", "tool_calls": [tool_call]}
-    (feedback,) = host.evaluate([grpo.Episode(prompt=PROMPT, messages=[said], session=session)])
+    (feedback,) = host.call("evaluate", [grpo.Episode(prompt=PROMPT, messages=[said], session=session)])
     return feedback
 
 
@@ -149,7 +149,7 @@ def answered(host, session, name, **arguments):
 
 def reward(host, session, reply):
     messages = [*PROMPT.messages, {"role": "assistant", "content": reply}]
-    (feedback,) = host.evaluate([grpo.Episode(prompt=PROMPT, messages=messages, session=session)])
+    (feedback,) = host.call("evaluate", [grpo.Episode(prompt=PROMPT, messages=messages, session=session)])
     return feedback.reward
 
 
@@ -157,7 +157,7 @@ def reward(host, session, reply):
 @pytest.mark.parametrize("name", ["Counted", "Awaited"])
 def test_the_model_calls_the_tools_of_a_server_and_the_other_environment_judges(judge, name):
     with hosting(judge, name=name) as host:
-        (start,) = host.open([("a", PROMPT)])
+        (start,) = host.call("open", [("a", PROMPT)])
         by_name = {tool["function"]["name"]: tool["function"] for tool in start.tools}
         assert by_name["add"]["description"] == "Adds to the counter."
         assert by_name["add"]["parameters"]["required"] == ["number"]
@@ -171,7 +171,7 @@ def test_the_model_calls_the_tools_of_a_server_and_the_other_environment_judges(
 def test_each_rollout_has_its_own_server_or_all_share_one(judge):
     for kind, second in (("rollout", "2"), ("worker", "3")):
         with hosting(judge, server=kind) as host:
-            host.open([("a", PROMPT), ("b", PROMPT)])
+            host.call("open", [("a", PROMPT), ("b", PROMPT)])
             assert answered(host, "a", "add", number=1) == "1"
             assert answered(host, "b", "add", number=2) == second
 
@@ -179,7 +179,7 @@ def test_each_rollout_has_its_own_server_or_all_share_one(judge):
 @pytest.mark.long
 def test_errors_of_tools_are_read_by_the_model_and_an_outage_is_unscored(judge):
     with hosting(judge, timeout=20.0) as host:
-        host.open([("a", PROMPT)])
+        host.call("open", [("a", PROMPT)])
         assert "Error executing tool fail" in answered(host, "a", "fail")
         assert answered(host, "a", "add", number="x").startswith("error: add: argument 'number' is 'x'")
         assert "the market is closed" in answered(host, "a", "market")
@@ -193,10 +193,10 @@ def test_errors_of_tools_are_read_by_the_model_and_an_outage_is_unscored(judge):
 @pytest.mark.long
 def test_a_shared_server_that_has_ended_is_started_again(judge):
     with hosting(judge, server="worker") as host:
-        host.open([("a", PROMPT)])
+        host.call("open", [("a", PROMPT)])
         assert called(host, "a", "die").error
-        host.close(["a"])
-        host.open([("b", PROMPT)])
+        host.call("close", ["a"])
+        host.call("open", [("b", PROMPT)])
         assert answered(host, "b", "add", number=1) == "1"
 
 
@@ -211,12 +211,12 @@ def test_the_model_has_the_tools_of_the_server_and_those_of_the_other_environmen
     events = type(environment._environment).events
     host = HostedEnvironment(environment).host
     try:
-        first, second = host.open([("a", PROMPT), ("b", PROMPT)])
+        first, second = host.call("open", [("a", PROMPT), ("b", PROMPT)])
         assert {"add", "note"} <= names(first) == names(second)
         assert answered(host, "a", "add", number=2) == "2"
         assert answered(host, "a", "note", text="5") == "1 notes"
         assert (reward(host, "a", "5"), reward(host, "b", "5")) == (1.0, 0.0)
-        host.close(["a"])
+        host.call("close", ["a"])
         assert events == ["opened", "opened", "closed ['5']"]
     finally:
         host.end()
@@ -227,7 +227,7 @@ def test_the_model_has_the_tools_of_the_server_and_those_of_the_other_environmen
 def test_a_session_is_closed_where_its_server_does_not_start(judge):
     environment = offered(judge, name="Later", command=f"{COMMAND} --broken")
     host = HostedEnvironment(environment).host
-    (start,) = host.open([("a", PROMPT)])
+    (start,) = host.call("open", [("a", PROMPT)])
     host.end()
     assert "--broken' did not start" in start.error
     assert type(environment._environment).events == ["opened", "closed []"]
@@ -237,9 +237,9 @@ def test_a_session_is_closed_where_its_server_does_not_start(judge):
 def test_a_session_that_cannot_be_closed_leaves_no_server(judge, capfd):
     environment = offered(judge, name="Clumsy")
     host = HostedEnvironment(environment).host
-    host.open([("a", PROMPT)])
+    host.call("open", [("a", PROMPT)])
     server = host._sessions["a"].value.server
-    host.close(["a"])
+    host.call("close", ["a"])
     assert server.ended
     assert "it cannot be closed" in capfd.readouterr().err
     host.end()
@@ -250,11 +250,11 @@ def test_two_tools_of_one_name_are_refused_and_both_sides_are_closed(judge):
     environment = offered(judge, name="Clash")
     host = HostedEnvironment(environment).host
     with pytest.raises(grpo.PluginError, match="two tools are called 'add'"):
-        host.open([("a", PROMPT)])
+        host.call("open", [("a", PROMPT)])
     host.end()
     assert type(environment._environment).events == ["closed"]
     with hosting(judge, name="Clash", tools=["fail"]) as chosen:
-        (start,) = chosen.open([("a", PROMPT)])
+        (start,) = chosen.call("open", [("a", PROMPT)])
         assert names(start) == {"add", "fail"}
 
 
@@ -268,7 +268,7 @@ def test_a_limit_of_an_environment_with_sessions_holds_for_all_calls(judge):
 @pytest.mark.slow
 def test_a_server_without_an_answer_in_time_is_unscored(judge):
     with hosting(judge, timeout=3.0) as host:
-        (start,) = host.open([("a", PROMPT)])
+        (start,) = host.call("open", [("a", PROMPT)])
         if start.error is None:  # a slow machine may need longer to start it
             assert "within 3 s" in called(host, "a", "hang").error
 
@@ -278,7 +278,7 @@ def test_a_server_gets_the_variables_that_are_named_and_no_others(judge, monkeyp
     monkeypatch.setenv("COUNTER_KEY", "of-counter")
     monkeypatch.setenv("OTHER_KEY", "of-others")
     with hosting(judge, variables=["COUNTER_KEY"], tools=["secret"]) as host:
-        (start,) = host.open([("a", PROMPT)])
+        (start,) = host.call("open", [("a", PROMPT)])
         assert [tool["function"]["name"] for tool in start.tools] == ["secret"]
         assert answered(host, "a", "secret") == "of-counter None"
 
@@ -286,7 +286,7 @@ def test_a_server_gets_the_variables_that_are_named_and_no_others(judge, monkeyp
 @pytest.mark.long
 def test_a_server_that_does_not_start_says_so(judge):
     with hosting(judge, command=f"{COMMAND} --broken") as host:
-        (start,) = host.open([("a", PROMPT)])
+        (start,) = host.call("open", [("a", PROMPT)])
     assert "--broken' did not start" in start.error
 
 
@@ -362,7 +362,7 @@ def test_the_other_environment_judges_no_more_at_once_than_it_allows(judge):
 @pytest.mark.long
 def test_a_tool_that_the_server_lacks_says_says_what_there_is(judge):
     with hosting(judge, tools=["ad"]) as host:
-        (start,) = host.open([("a", PROMPT)])
+        (start,) = host.call("open", [("a", PROMPT)])
     assert "the server has no tool 'ad'. Did you mean 'add'?" in start.error
 
 

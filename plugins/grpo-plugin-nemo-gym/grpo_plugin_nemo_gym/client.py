@@ -21,10 +21,11 @@ class Refused(grpo.GrpoError):
     """Raised for an answer with an error status."""
 
 
-@define
+@define(eq=False)
 class Session:
-    """The cookies of a rollout, and the headers for its MCP tools."""
+    """The session of a rollout, with tools from the row and from the server's MCP endpoint."""
 
+    tools: list[grpo.Tool] = field(factory=list)
     cookies: dict[str, str] = field(factory=dict)
     mcp_path: str = ""
     mcp_headers: dict[str, str] = field(factory=dict)
@@ -71,8 +72,8 @@ class Client:
 
         try:
             answer = await services.retried(attempt, self._retries)
-        except services.NotSent as error:
-            raise grpo.Unavailable(f"{error} ({self._retries + 1} attempts)") from error
+        except services.NotSent:
+            raise
         except (services.ServiceError, grpo.Unavailable) as error:  # it may have changed the session
             raise grpo.SessionLost(str(error)) from error
         session.cookies |= answer.cookies

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import define, field
-
 import grpo_core as grpo
 from grpo_core.kit import services, typed
 from grpo_plugin_nemo_gym.client import Client, Refused, Session
@@ -26,15 +24,6 @@ ABSENT = frozenset({502, 504})
 RISK = "It sees all prompts and replies, and decides all rewards."
 
 Row = Mapping[str, Any]
-
-
-@define(eq=False)
-class Rollout:
-    """The session of a rollout, with tools from the row and from the server's MCP endpoint."""
-
-    session: Session = field(factory=Session)
-    tools: list[grpo.Tool] = field(factory=list)
-    ended: bool = False
 
 
 class NeMoGym(grpo.Environment):
@@ -122,28 +111,28 @@ class NeMoGym(grpo.Environment):
     def solve(self, prompt: grpo.Prompt) -> str | None:
         return None
 
-    async def open(self, prompt: grpo.Prompt) -> Rollout:
-        row, rollout = prompt.info["row"], Rollout()
+    async def open(self, prompt: grpo.Prompt) -> Session:
+        row, session = prompt.info["row"], Session()
         if self._steps:
-            started = await self._client.post("/reset", row, rollout.session)
+            started = await self._client.post("/reset", row, session)
             if (observation := _observation(started)) != prompt.info["observation"]:
                 raise grpo.PluginError(
                     f"nemo_gym: {self._url}/reset begins with {observation!r:.100} for a row for which it "
                     f"began with {prompt.info['observation']!r:.100}: the rollouts of a prompt begin alike"
                 )
         else:
-            started = await self._client.post("/seed_session", row, rollout.session)
+            started = await self._client.post("/seed_session", row, session)
         if isinstance(started.get("mcp"), Mapping):
             mcp = started["mcp"]
-            rollout.session.mcp_path = "/" + str(mcp.get("url_path", "/mcp")).strip("/")
+            session.mcp_path = "/" + str(mcp.get("url_path", "/mcp")).strip("/")
             headers = self._part(mcp.get("headers", {}), dict[str, str], "/seed_session")
-            rollout.session.mcp_headers = headers
-            listed = await self._rpc("tools/list", {}, rollout.session, "tools")
-            rollout.tools += [self._mcp_tool(tool, rollout.session) for tool in listed]
-        mine = {tool.name for tool in rollout.tools}
+            session.mcp_headers = headers
+            listed = await self._rpc("tools/list", {}, session, "tools")
+            session.tools += [self._mcp_tool(tool, session) for tool in listed]
+        mine = {tool.name for tool in session.tools}
         declared = [each for each in tools_of(row["responses_create_params"]) if each["name"] not in mine]
-        rollout.tools += [self._route(tool, rollout) for tool in declared]
-        return rollout
+        session.tools += [self._route(tool, session) for tool in declared]
+        return session
 
     async def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
         return [await self._judged(episode) for episode in episodes]
@@ -154,7 +143,7 @@ class NeMoGym(grpo.Environment):
     # ------------------------------------------------------------------------------ rewards
 
     async def _judged(self, episode: grpo.Episode) -> grpo.Feedback:
-        row, rollout = episode.prompt.info["row"], episode.session
+        row, session = episode.prompt.info["row"], episode.session
         params = row["responses_create_params"]
         said = episode.messages[len(episode.prompt.messages) :]
         if self._steps:
@@ -169,7 +158,7 @@ class NeMoGym(grpo.Environment):
         )
         where = "/step" if self._steps else "/verify"
         try:
-            answer = await self._client.post(where, {**row, "response": response}, rollout.session)
+            answer = await self._client.post(where, {**row, "response": response}, session)
         except grpo.Unavailable as error:
             return grpo.Feedback(unavailable=error)
         except (grpo.SessionLost, Refused) as error:
@@ -201,11 +190,11 @@ class NeMoGym(grpo.Environment):
 
     # ------------------------------------------------------------------------------ tools
 
-    def _route(self, tool: Mapping[str, Any], rollout: Rollout) -> grpo.Tool:
+    def _route(self, tool: Mapping[str, Any], session: Session) -> grpo.Tool:
         async def call(arguments: Mapping[str, Any]) -> str:
             # any other status is an answer, since the model may have misused the tool
             path = f"/{tool['name']}"
-            answer = await self._client.answer(path, dict(arguments), rollout.session)
+            answer = await self._client.answer(path, dict(arguments), session)
             if answer.status in ABSENT:
                 raise grpo.SessionLost(str(answer.refused()))
             return answer.text

@@ -151,25 +151,25 @@ def prompt_of(host, given):
 
 def of_row(host, given):
     row = {**given.info, "prompt": given.messages, "answer": given.answer, "id": given.id or "0"}
-    (prompt,) = pickle.loads(host.convert([row]))
+    (prompt,) = pickle.loads(host.call("convert", [row]))
     return prompt
 
 
 def played(host, given, *script, session="s", finish_reason="stop"):
     """Play one rollout; return what opening it gave, the answers to the model, and the last feedback."""
     prompt = given if isinstance(given, grpo.Prompt) else prompt_of(host, given)
-    (start,) = host.open([(session, prompt)])
+    (start,) = host.call("open", [(session, prompt)])
     messages, answers, feedback = list(prompt.messages), [], grpo.Feedback(error=start.error)
     for message in script if start.error is None else ():
         messages.append({"role": "assistant", "content": message} if isinstance(message, str) else message)
         episode = grpo.Episode(prompt=prompt, messages=messages, session=session, finish_reason=finish_reason)
-        (feedback,) = host.evaluate([episode])
+        (feedback,) = host.call("evaluate", [episode])
         messages += feedback.messages
         answers += [each["content"] for each in feedback.messages]
         if feedback.done:
             break
         assert not feedback.metrics, "/verify sees the whole conversation, once"
-    host.close([session])
+    host.call("close", [session])
     return start, answers, feedback
 
 
@@ -224,17 +224,17 @@ def test_each_rollout_has_its_own_session_and_numbers_of_its_answer_are_metrics(
     server = Server()
     with serving(server.app) as url, hosted(url) as host:
         prompt = prompt_of(host, row())
-        host.open([("a", prompt), ("b", prompt)])
+        host.call("open", [("a", prompt), ("b", prompt)])
         rewards = {}
         for session, count in (("a", 3), ("b", 1)):
             messages = [*prompt.messages, call("increment_counter", count=count)]
-            (feedback,) = host.evaluate([grpo.Episode(prompt=prompt, messages=messages, session=session)])
+            episode = grpo.Episode(prompt=prompt, messages=messages, session=session)
+            (feedback,) = host.call("evaluate", [episode])
             assert [json.loads(each["content"]) for each in feedback.messages] == [{"success": True}]
         for session in ("b", "a"):
             messages = [*prompt.messages, {"role": "assistant", "content": "done"}]
-            (rewards[session],) = host.evaluate(
-                [grpo.Episode(prompt=prompt, messages=messages, session=session)]
-            )
+            episode = grpo.Episode(prompt=prompt, messages=messages, session=session)
+            (rewards[session],) = host.call("evaluate", [episode])
     assert (rewards["a"].reward, rewards["b"].reward) == (1.0, 0.0)
     assert rewards["a"].metrics == {"seen": 1.0, "count": 5.0}
 

@@ -237,11 +237,8 @@ class OpenEnv(grpo.Environment):
 
     async def _connected(self, client: services.Client, reset: Mapping[str, Any]) -> tuple[Connection, str]:
         """Open and reset a session; return it and its observation.  Raises Unavailable, PluginError."""
-        number = self._retries + 1
         try:
             return await services.retried(lambda: self._once(client, reset), self._retries)
-        except services.NotSent as error:
-            raise grpo.Unavailable(f"{error} ({number} attempts)") from error
         except services.ServiceError as error:
             raise grpo.PluginError(str(error)) from error
 

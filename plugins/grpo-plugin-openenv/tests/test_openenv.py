@@ -121,17 +121,17 @@ def hosted(url, **options):
 def played(host, *replies, prompt=None, session="s"):
     """Play one rollout; return the answers to the model, and the feedback on each reply."""
     prompt = prompt or host.openenv.prompts("train")[0]
-    (start,) = host.open([(session, prompt)])
+    (start,) = host.call("open", [(session, prompt)])
     if start.error:
         return [], [grpo.Feedback(error=start.error)]
     messages, feedback = list(prompt.messages), []
     for reply in replies:
         messages.append({"role": "assistant", "content": reply})
-        feedback += host.evaluate([grpo.Episode(prompt=prompt, messages=messages, session=session)])
+        feedback += host.call("evaluate", [grpo.Episode(prompt=prompt, messages=messages, session=session)])
         messages += feedback[-1].messages
         if feedback[-1].done:
             break
-    host.close([session])
+    host.call("close", [session])
     return [each.messages[0]["content"] for each in feedback if each.messages], feedback
 
 
@@ -183,9 +183,9 @@ def test_each_rollout_has_its_own_connection():
     server = Server()
     with serving(server.app) as url, hosted(url) as host:
         prompt = host.openenv.prompts("train")[0]
-        host.open([(str(number), prompt) for number in range(20)])
+        host.call("open", [(str(number), prompt) for number in range(20)])
         assert server.most == 20
-        host.close([str(number) for number in range(20)])
+        host.call("close", [str(number) for number in range(20)])
 
 
 # ---------------------------------------------------------------------------------- prompts
@@ -206,8 +206,8 @@ def test_the_columns_of_a_row_are_arguments_of_reset():
     with serving(server.app) as url, hosted(url, reset={"level": "easy"}) as host:
         go = grpo.Prompt(messages="Go.").messages
         rows = [{"prompt": go, "id": str(seed), "seed": seed} for seed in range(7, 27)]
-        prompts = pickle.loads(host.convert(rows))
-        (alone,) = pickle.loads(host.convert([{"id": "0", "seed": 30}]))
+        prompts = pickle.loads(host.call("convert", rows))
+        (alone,) = pickle.loads(host.call("convert", [{"id": "0", "seed": 30}]))
         played(host, "hi", prompt=prompts[0])
     said = [f"Go.\nEcho environment ready! seed {seed}" for seed in range(7, 27)]
     assert [prompt.messages[0]["content"] for prompt in prompts] == said
@@ -330,7 +330,7 @@ def test_a_server_that_has_gone_is_unscored():
         environment = OpenEnv(url, retries=0, prompts=1, observation="echoed_message")
         (prompt,) = environment.prompts("train")
     host = HostedEnvironment(environment).host
-    (start,) = host.open([("s", prompt)])
+    (start,) = host.call("open", [("s", prompt)])
     host.end()
     assert "no connection" in start.error
 

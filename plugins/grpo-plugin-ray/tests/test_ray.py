@@ -555,7 +555,7 @@ def test_agents_in_a_ray_worker_find_the_model_and_end_with_their_rollouts(ray, 
                 late, *others = await played(pool, "hang", "ab", deadline=5.0)
                 lost = await played(pool, "die", "ab", deadline=60.0)
                 again = await played(pool, "ab", deadline=60.0)
-            assert server.sessions == 0
+            assert not server._sessions
         finally:
             await pool.aclose()
             await server.aclose()

@@ -83,9 +83,6 @@ class TextArena(grpo.Environment):
             f"textarena:{self._games.name} plays its own openings: leave out the task's data"
         )
 
-    def solve(self, prompt: grpo.Prompt) -> str | None:
-        return None
-
     def open(self, prompt: grpo.Prompt) -> Play:
         play = self._games.begin(prompt.info["seed"])
         if play.position != prompt.info["position"]:

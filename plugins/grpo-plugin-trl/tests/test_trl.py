@@ -56,7 +56,7 @@ def hosting(environment):
 
 def judged(environment, episodes):
     with hosting(environment) as host:
-        return host.evaluate(episodes)
+        return host.call("evaluate", episodes)
 
 
 def rewards(environment, episodes):
@@ -113,8 +113,8 @@ def test_a_column_without_a_value_in_any_row_of_a_call_is_passed_once_it_is_know
     """A prompt has no fields that are null; TRL passes None for them."""
     first = [episode("5", level=1.0), episode("4", solution="4", level=2.0)]
     with hosting(ours("matches")) as host:
-        assert [feedback.reward for feedback in host.evaluate(first)] == [None, 2.0]
-        assert [feedback.reward for feedback in host.evaluate([episode("5", level=1.0)])] == [None]
+        assert [feedback.reward for feedback in host.call("evaluate", first)] == [None, 2.0]
+        assert [feedback.reward for feedback in host.call("evaluate", [episode("5", level=1.0)])] == [None]
         with pytest.raises(TypeError, match="'solution'"):
             judged(ours("matches"), [episode("4", level=1.0)])
 
@@ -228,20 +228,20 @@ def played(environment, *calls, row=None):
         {"prompt": grpo.Prompt(messages="Count to 7.").messages, "id": "0", **(row or {})}
     )
     with hosting(environment) as host:
-        (start,) = host.open([("s", prompt)])
+        (start,) = host.call("open", [("s", prompt)])
         if start.error:
             return prompt, start, [], None
         messages, answers = list(prompt.messages), []
         for i, (name, arguments) in enumerate(calls):
             call = {"id": str(i), "type": "function", "function": {"name": name, "arguments": arguments}}
             messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-            (feedback,) = host.evaluate([grpo.Episode(prompt=prompt, messages=messages, session="s")])
+            (feedback,) = host.call("evaluate", [grpo.Episode(prompt=prompt, messages=messages, session="s")])
             # functions and get_reward see the whole conversation once, as TRL's trainer calls them
             assert (feedback.done, feedback.reward or 0.0, dict(feedback.metrics)) == (False, 0.0, {})
             messages += feedback.messages
             answers.append(feedback.messages[-1]["content"])
         messages.append({"role": "assistant", "content": "done"})
-        (feedback,) = host.evaluate([grpo.Episode(prompt=prompt, messages=messages, session="s")])
+        (feedback,) = host.call("evaluate", [grpo.Episode(prompt=prompt, messages=messages, session="s")])
         return prompt, start, answers, feedback
 
 

@@ -6,19 +6,17 @@ import asyncio
 import random
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import grpo_core as grpo
 from grpo_plugin_verifiers.rollouts import Stage
 from grpo_plugin_verifiers.tasksets import Tasks
 
-MODES = ("auto", "score", "rollout")
-
 
 def taskset(
     name: str,
     *,
-    mode: str = "auto",
+    mode: Literal["auto", "score", "rollout"] = "auto",
     config: Mapping[str, Any] | None = None,
     environment: Mapping[str, Any] | None = None,
     size: int = 10_000,
@@ -58,20 +56,18 @@ def taskset(
             raise grpo.ConfigError(f"{option} is {value!r}, expected more than 0")
     if validation_size < 0:
         raise grpo.ConfigError(f"validation_size is {validation_size}, expected a number of at least 0")
-    if mode not in MODES:
-        raise grpo.ConfigError(f"mode is {mode!r}, expected one of {', '.join(MODES)}")
     tasks = Tasks(name, config or {}, size)
-    split = Split(tasks, validation_size, seed, solution)
+    prompts = (tasks, validation_size, seed, solution)
     why = "the option environment is set" if environment else tasks.needs_rollout()
     if mode == "rollout" or (mode == "auto" and why):
-        return Played(split, Stage(tasks, config or {}, environment or {}), at_once)
+        return Played(Stage(tasks, config or {}, environment or {}), at_once, *prompts)
     if why:
         tasks.refuse(f'{why}, which needs a rollout by verifiers: leave out mode = "score"')
-    return Scored(split, at_once, seconds)
+    return Scored(at_once, seconds, *prompts)
 
 
-class Split:
-    """The tasks of a taskset as prompts.
+class VerifiersTaskset(grpo.Environment):
+    """Base class: a taskset of verifiers (v1), whose tasks are the prompts.
 
     Args:
         tasks: the taskset.
@@ -96,8 +92,8 @@ class Split:
             )
         return task
 
-    def solution(self, prompt: grpo.Prompt) -> str | None:
-        """Return the field of the task's data.  Raises ConfigError if it is missing."""
+    def solve(self, prompt: grpo.Prompt) -> str | None:
+        """Return the field ``solution`` of the task's data.  Raises ConfigError if it is missing."""
         if not self._solution:
             return None
         data = self.tasks.tasks[prompt.info["task"]].data
@@ -108,8 +104,15 @@ class Split:
         found = getattr(data, self._solution)
         return str(found) if isinstance(found, str | int | float) else None
 
+    def prompts(self, split: str) -> list[grpo.Prompt]:
+        return self._prompts[split]
+
+    def prompt(self, row: Mapping[str, Any]) -> grpo.Prompt:
+        name = self.tasks.name
+        raise grpo.ConfigError(f"verifiers: {name} brings its own tasks: leave out the task's data")
+
     @cached_property
-    def prompts(self) -> dict[str, list[grpo.Prompt]]:
+    def _prompts(self) -> dict[str, list[grpo.Prompt]]:
         """Return the prompts of each split."""
         everything = [self._prompt(number, task) for number, task in enumerate(self.tasks.tasks)]
         held_out = max(1, min(self._validation_size or len(everything) // 10, len(everything) // 2))
@@ -129,65 +132,45 @@ class Split:
         )
 
 
-class VerifiersTaskset(grpo.Environment):
-    """Base class: a taskset of verifiers (v1), whose tasks are the prompts."""
-
-    def __init__(self, split: Split) -> None:
-        self.split = split
-
-    def prompts(self, split: str) -> list[grpo.Prompt]:
-        return self.split.prompts[split]
-
-    def prompt(self, row: Mapping[str, Any]) -> grpo.Prompt:
-        raise grpo.ConfigError(
-            f"verifiers: {self.split.tasks.name} brings its own tasks: leave out the task's data"
-        )
-
-    def solve(self, prompt: grpo.Prompt) -> str | None:
-        """Return the field ``solution`` of the task's data."""
-        return self.split.solution(prompt)
-
-
 class Scored(VerifiersTaskset):
     """A taskset whose tasks score one reply each.
 
     Args:
-        split: the tasks.
         at_once: number of replies that are scored concurrently, for rewards that wait for a model.
         seconds: time limit for scoring a reply.
+        prompts: as ``VerifiersTaskset``.
     """
 
-    def __init__(self, split: Split, at_once: int, seconds: float) -> None:
-        super().__init__(split)
+    def __init__(self, at_once: int, seconds: float, *prompts: Any) -> None:
+        super().__init__(*prompts)
         self.concurrency, self.deadline = at_once, seconds
-        split.tasks.check_rewards()
+        self.tasks.check_rewards()
 
     async def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
         return list(await asyncio.gather(*(self._judged(episode) for episode in episodes)))
 
     async def _judged(self, episode: grpo.Episode) -> grpo.Feedback:
-        task = self.split.task(episode.prompt)
+        task = self.task(episode.prompt)
         if isinstance(task, grpo.Feedback):
             return task
-        tasks = self.split.tasks
-        return tasks.feedback(await tasks.score(task, episode.reply))
+        return self.tasks.feedback(await self.tasks.score(task, episode.reply))
 
 
 class Played(VerifiersTaskset):
     """A taskset whose rollouts are played by verifiers with the run's model.
 
     Args:
-        split: the tasks.
         stage: plays them.
         at_once: number of concurrent rollouts.
+        prompts: as ``VerifiersTaskset``.
     """
 
-    def __init__(self, split: Split, stage: Stage, at_once: int) -> None:
-        super().__init__(split)
+    def __init__(self, stage: Stage, at_once: int, *prompts: Any) -> None:
+        super().__init__(*prompts)
         self._stage, self.concurrency = stage, at_once
 
     async def run(self, prompt: grpo.Prompt, client: grpo.AgentClient) -> grpo.Feedback:
-        task = self.split.task(prompt)
+        task = self.task(prompt)
         return task if isinstance(task, grpo.Feedback) else await self._stage.play(task, client)
 
     def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:

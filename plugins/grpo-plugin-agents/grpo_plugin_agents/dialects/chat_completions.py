@@ -13,7 +13,7 @@ _READ = ("max_completion_tokens", "max_tokens", "messages", "n", "stop", "stream
 """Fields that only this dialect has."""
 
 
-class ChatCompletions:
+class ChatCompletions(openai.Errors):
     """``POST /v1/chat/completions``."""
 
     def read(self, body: Mapping[str, Any], history: History) -> ChatRequest:
@@ -58,12 +58,6 @@ class ChatCompletions:
         if request.wants_usage:
             yield "", {**head, "choices": [], "usage": _chat_usage(answers)}
         yield "", "[DONE]"
-
-    def error(self, status: int, message: str, code: str) -> dict[str, Any]:
-        return {"error": {"message": message, "type": openai.error_type(status), "param": None, "code": code}}
-
-    def failure(self, status: int, message: str, code: str) -> tuple[str, Any]:
-        return "", self.error(status, message, code)
 
     def _head(self, kind: str, request: ChatRequest, answers: Sequence[Answer]) -> dict[str, Any]:
         return {

@@ -15,7 +15,13 @@ def arguments(call: Mapping[str, Any]) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def error_type(status: int) -> str:
-    if status >= 500:
-        return "server_error"
-    return {401: "authentication_error", 404: "not_found_error"}.get(status, "invalid_request_error")
+class Errors:
+    """The errors of OpenAI's dialects."""
+
+    def error(self, status: int, message: str, code: str) -> dict[str, Any]:
+        kinds = {401: "authentication_error", 404: "not_found_error"}
+        kind = "server_error" if status >= 500 else kinds.get(status, "invalid_request_error")
+        return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+    def failure(self, status: int, message: str, code: str) -> tuple[str, Any]:
+        return "", self.error(status, message, code)

@@ -13,7 +13,7 @@ _READ = ("input", "instructions", "max_output_tokens", "previous_response_id", "
 """Fields that only this dialect has."""
 
 
-class Responses:
+class Responses(openai.Errors):
     """``POST /v1/responses``."""
 
     def read(self, body: Mapping[str, Any], history: History) -> ChatRequest:
@@ -86,9 +86,6 @@ class Responses:
         events.append({"type": last, "response": whole})
         for number, event in enumerate(events):
             yield event["type"], {**event, "sequence_number": number}
-
-    def error(self, status: int, message: str, code: str) -> dict[str, Any]:
-        return {"error": {"message": message, "type": openai.error_type(status), "param": None, "code": code}}
 
     def failure(self, status: int, message: str, code: str) -> tuple[str, Any]:
         """Return the documented ``error`` event, with the error that OpenAI's clients raise."""
