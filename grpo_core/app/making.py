@@ -32,7 +32,6 @@ from grpo_core.contracts.records import EngineSetup, Group, Prompt, Rollout, Wei
 from grpo_core.data.loaders import LookAhead
 from grpo_core.data.samplers import FunctionSampler, draws_itself
 from grpo_core.engines.addresses import is_loopback
-from grpo_core.engines.wrapped import LimitedEngine
 from grpo_core.environments.budget import ErrorBudget, failures_of_calls
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.loop.agreement import Tolerance
@@ -195,48 +194,6 @@ def engine_setup(
     )
 
 
-def engine(
-    section: EngineConfig,
-    setup: EngineSetup,
-    plugins: PluginHost,
-    placement: Placement,
-    *,
-    tolerance: Tolerance,
-    env_vars: Sequence[Mapping[str, str]] = (),
-) -> protocols.Engine:
-    """Make the engine of a section, or its pool of engines, not yet started.
-
-    Args:
-        section: of the engine.
-        setup: setup of a single engine; a pool divides its threads.
-        plugins: have the pool.
-        placement: makes the engines.
-        tolerance: of the pool's canary.
-        env_vars: environment variables of each engine's process, by number.
-    """
-    section = evolve(section, workers=workers_of(section, plugins))
-    variables = [{**plugins.variables(), **each} for each in env_vars or [{}]]
-
-    def one(number: int, setup: EngineSetup) -> protocols.Engine:
-        """Make the engine with this number; further engines share the places of the first."""
-        setup = evolve(setup, env_vars=variables[number % len(variables)])
-        engine = placement.engine(number, section, setup)
-        return LimitedEngine(engine, section.max_requests) if section.max_requests else engine
-
-    def member(number: int) -> protocols.Engine:
-        """Make an engine of the pool, with its share of the cores, and its own directory for logs."""
-        threads = section.threads or max(1, setup.threads // section.workers)
-        logs = f"{setup.log_directory}/engine-{number}" if setup.log_directory else None
-        return one(number, evolve(setup, number=number, threads=threads, log_directory=logs))
-
-    if section.workers == 1 and not placement.pooled:
-        return one(0, setup)
-    pool: protocols.Engine = plugins.factory("engine", plugins.the_one("engine", "pools_engines"))(
-        member, section.workers, tolerance=tolerance, deadline=section.deadline, hold=placement.retain()
-    )
-    return pool
-
-
 def engines(
     parts: Parts, devices: Devices, model: str, logs: Path | None = None
 ) -> dict[str, protocols.Engine]:
@@ -253,15 +210,15 @@ def engines(
         with_training = parts.trains and (config.pipeline.max_staleness > 0 or key != "engine")
         own = logs / "validation" if logs and key != "engine" else logs
         setup = engine_setup(config, section, model, logs=own, colocated=with_training, trains=parts.trains)
-        made[key] = engine(
-            section,
-            evolve(setup, shares_gpu=key in devices.shared),
-            parts.plugins,
-            parts.placement,
-            tolerance=canary_tolerance(config.health, section),
-            env_vars=devices.engines.get(key, ()),
+        variables = [{**parts.plugins.variables(), **each} for each in devices.engines.get(key) or [{}]]
+        made[key] = parts.keep(
+            parts.placement.engine(
+                evolve(section, workers=workers_of(section, parts.plugins)),
+                evolve(setup, shares_gpu=key in devices.shared),
+                variables,
+                canary_tolerance(config.health, section),
+            )
         )
-        parts.keep(made[key])
     return made
 
 

@@ -226,8 +226,8 @@ def certain_parts(case: Case) -> list[ProcessMemory]:
     ranks = making.ranks_of(config, case.host)
     on_gpus = {} if placement.remote else engines
     count = len(case.gpus) or gpu_choice.visible()
-    joined = gpu_choice.joined_to_trainer(on_gpus, case.host)
-    devices = gpu_choice.choose(config.trainer if case.trains_here else None, on_gpus, count, joined, ranks)
+    local = case.host.make("placement", "local", case.host)
+    devices = local.choose(config.trainer if case.trains_here else None, on_gpus, count, ranks)
 
     def seen(variables: Mapping[str, str]) -> tuple[int, ...]:
         """Return the indices of the known GPUs visible to a process with these environment variables."""

@@ -860,7 +860,8 @@ def played_on(story, n=2, **options):
             given = {"url": [server.url for server in servers], **options}
             config = EngineConfig(name="vllm:http", options=given)
             host, setup = PluginHost.discover(["scale", "vllm"]), EngineSetup(model="m", deadline=20.0)
-            engine = making.engine(config, setup, host, LocalPlacement(host), tolerance=Tolerance())
+            placement, workers = host.make("placement", "local", host), making.workers_of(config, host)
+            engine = placement.engine(evolve(config, workers=workers), setup, [{}], Tolerance())
             stack.push_async_callback(engine.aclose)
             await engine.update_weights(weights(1))
             await story(engine, servers)
