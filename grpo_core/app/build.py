@@ -17,7 +17,7 @@ from attrs import asdict, evolve, frozen
 
 from grpo_core.app import making, provenance
 from grpo_core.app.launch import Launch, changed_schedule, check_held, identity
-from grpo_core.app.make import interval_of, preflight
+from grpo_core.app.make import best_interval, preflight
 from grpo_core.app.model_sources import ModelRequest, StartModel, fetched, with_max_tokens
 from grpo_core.app.prompts import judge_one_reply, short_enough
 from grpo_core.app.stopping import Stop, interruptions
@@ -39,7 +39,6 @@ from grpo_core.loop.metrics import validation_metrics
 from grpo_core.loop.pipeline import Pipeline, Save, Validate, Watch, Written
 from grpo_core.loop.retention import Retention
 from grpo_core.loop.timeline import Timeline, taken_down
-from grpo_core.loop.versions import Interval
 from grpo_core.processes.aio import gather
 from grpo_core.processes.child import memory
 from grpo_core.processes.memory import spare_the_collector
@@ -145,14 +144,12 @@ def _make_trackers(run: Launch, listeners: Mapping[str, Tracker]) -> None:
     config, directory, resume = run.parts.config, run.directory, run.checkpoint
     kept = config.checkpoint
     steps = sys.maxsize if config.trainer.epochs else config.trainer.steps
-    best = kept.best.removeprefix("-")
-    validated = Interval(interval_of(best, config, "checkpoint.best")[1]) if best else Interval()
     run.retention = Retention(
         directory.checkpoints,
         every=kept.keep_every,
         best=kept.best,
         keep_best=kept.keep_best,
-        due=partial(validated.due, last=steps),
+        due=partial(best_interval(config).due, last=steps),
         step=run.step,
     )
     trackers = run.trackers = Trackers()
@@ -160,9 +157,7 @@ def _make_trackers(run: Launch, listeners: Mapping[str, Tracker]) -> None:
     own: dict[str, Tracker] = {"room on the disk": room}
     if kept.best:
         own["retention of checkpoints"] = run.retention
-    info = directory.info(
-        config, *((resume.step, checkpoint.validated_version(resume)) if resume else (None,))
-    )
+    info = directory.info(config, run.step, run.measured) if resume else directory.info(config, None)
     made = make_trackers(config, run.parts.plugins, partial(trackers.info, info))
     trackers.add({**own, **made, **listeners}, checkpoint.read_trackers(resume.directory) if resume else {})
 
@@ -236,7 +231,7 @@ def _started(context: Launch, buffer: BufferStatistics) -> events.RunStarted:
         resumed=context.checkpoint is not None,
         buffer=asdict(buffer),
         manifest=checkpoint.manifest_digest(context.checkpoint.directory) if context.checkpoint else "",
-        measured=checkpoint.validated_version(context.checkpoint) if context.checkpoint else -1,
+        measured=context.measured,
     )
 
 
@@ -327,7 +322,7 @@ async def _connected(run: Launch) -> Pipeline:
             run.warnings.append(("off_policy", remark.message))
         else:
             run.trackers.status(remark.message)
-    if run.checkpoint is not None and (changed := changed_schedule(run.checkpoint, config.trainer)):
+    if run.saved and (changed := changed_schedule(run.step, run.saved.run.schedule, config.trainer)):
         run.warnings.append(("schedule", changed))
     buffer, ahead = making.buffer(config), run.tasks.loaders
     for loader in ahead.values():
@@ -349,7 +344,7 @@ async def _connected(run: Launch) -> Pipeline:
     )
     _restore(run, checkpoint.restore_validation, validation)
     if run.checkpoint is not None:
-        validation.validated_version = checkpoint.validated_version(run.checkpoint)
+        validation.validated_version = run.measured
     validate: Validate = validation
     watch: list[Watch] = [run.trainer.watch, run.trackers.watch]
     if own is not None:
@@ -372,7 +367,7 @@ async def _connected(run: Launch) -> Pipeline:
         engine=engine,
         playing=making.playing(parts, environments, renderer),
         plane=parts.data_plane,
-        learning=making.learning(config, parts.plugins),
+        learning=parts.learning,
         trainer=run.trainer,
         checks=evolve(making.checks(parts, environments, prompts, renderer), watch=watch),
         schedule=making.schedule(config, began=run.began),

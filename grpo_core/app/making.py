@@ -94,6 +94,7 @@ class Parts:
     """Remarks about the loss."""
     scores: Mapping[str, ScoreConfig] = field(init=False)
     """The scores that the loss needs, by name."""
+    learning: Learning = field(init=False)
     strategies: Mapping[str, protocols.ValidationStrategy] = field(init=False)
     """The strategies of ``[validation]``, whose key is "", and of each set."""
     trainer_here: TrainerConfig | None = field(init=False)
@@ -371,11 +372,6 @@ def remarks_about(loss: Bound[Any, Any], trainer: TrainerConfig, pipeline: Pipel
     return remarks_of(loss.function, loss.options, setting)
 
 
-def scores_of(config: Config, loss: Bound[Any, Any]) -> dict[str, ScoreConfig]:
-    """Return the scores that the loss needs, by name."""
-    return needed_scores(config.scores, loss.needs)
-
-
 def sampler(config: Config, plugins: PluginHost) -> protocols.Sampler:
     """Make the sampler; factories with these parameters get ``seed`` and the tasks' ``weights``."""
     chosen = config.sampler
@@ -437,25 +433,25 @@ def dynamic_sampling(config: Config, plugins: PluginHost) -> DynamicSampling | N
     )
 
 
-def learning(config: Config, plugins: PluginHost) -> Learning:
+def learning(config: Config, loss: Bound[Any, Any], plugins: PluginHost) -> Learning:
     """Make the advantages, clipped as their section sets, the hints and the filters."""
-    bound, section, chosen = loss(config.loss, plugins), config.rollout, config.advantage
+    section, chosen = config.rollout, config.advantage
     advantages: protocols.AdvantageFunction = plugins.function("advantage", chosen.name, **chosen.options)
     if chosen.clip_low is not None or chosen.clip_high is not None:
         advantages = Clipped(advantages, chosen.clip_low, chosen.clip_high)
     hints = Hints(
-        choose=hints_of(bound.function, bound.options),
-        who=str(bound),
+        choose=hints_of(loss.function, loss.options),
+        who=str(loss),
         place=section.hint_place,
         max_tokens=section.max_hint_tokens,
     )
     return Learning(
         advantages=advantages,
-        all_rows=config.loss.all_rows or "all_rows" in bound.needs,
+        all_rows=config.loss.all_rows or "all_rows" in loss.needs,
         shaping=shaping_of(config, plugins),
         dynamic=dynamic_sampling(config, plugins),
-        hints=hints if any(score.hint for score in scores_of(config, bound).values()) else None,
-        needs_hints="hints" in bound.needs,
+        hints=hints if any(each.hint for each in needed_scores(config.scores, loss.needs).values()) else None,
+        needs_hints="hints" in loss.needs,
     )
 
 

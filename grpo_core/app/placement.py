@@ -268,6 +268,8 @@ def assigned(
     """
     if count == 1:
         return Devices(shared=frozenset(shared))
+    devices = {key: str(each.options.get("device")) for key, each in engines.items() if not each.gpus}
+    by_number = {key for key, device in devices.items() if device.startswith("cuda:")}  # among all GPUs
     parts = [f"trainer {trains[0]}"] if trains else []
     for key, groups in chosen.items():
         if any(groups):
@@ -275,7 +277,7 @@ def assigned(
     return Devices(
         trainer={} if trainer and trainer.device.startswith("cuda:") else _variables(trains),
         engines={
-            key: [{} if _by_device(engines[key]) else _variables(group) for group in groups]
+            key: [{} if key in by_number else _variables(group) for group in groups]
             for key, groups in chosen.items()
         },
         shared=frozenset(shared),
@@ -283,35 +285,18 @@ def assigned(
     )
 
 
-def _by_device(engine: EngineConfig) -> bool:
-    """Return whether an engine names its GPU by an option, as a number of all GPUs."""
-    return not engine.gpus and str(engine.options.get("device")).startswith("cuda:")
-
-
 def _variables(group: Gpus) -> dict[str, str]:
     """Return the environment variables of a process that sees these of this process's GPUs."""
     if not group:
         return {}
-    names = _names(max(group) + 1)
-    chosen = {"CUDA_VISIBLE_DEVICES": ",".join(names[gpu] for gpu in group)}
+    known = names(max(group) + 1)
+    chosen = {"CUDA_VISIBLE_DEVICES": ",".join(known[gpu] for gpu in group)}
     if os.environ.get("CUDA_VISIBLE_DEVICES"):
         return chosen  # its numbers follow the user's CUDA order
     return chosen | {"CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}  # as nvidia-smi
 
 
-def gpus_seen(variables: Mapping[str, str], count: int) -> Gpus:
-    """Return the GPUs visible with these environment variables, as numbers of this process.
-
-    Args:
-        count: number of GPUs that this process sees.
-    """
-    shown = variables.get("CUDA_VISIBLE_DEVICES")
-    if shown is None:
-        return tuple(range(count))
-    return tuple(map(_names(count).index, shown.split(",")))
-
-
-def _names(count: int) -> list[str]:
+def names(count: int) -> list[str]:
     """Return the names by which ``CUDA_VISIBLE_DEVICES`` shows this process's GPUs, if they are ``count``."""
     here = os.environ.get("CUDA_VISIBLE_DEVICES")
     return [name.strip() for name in here.split(",")] if here else [str(gpu) for gpu in range(count)]

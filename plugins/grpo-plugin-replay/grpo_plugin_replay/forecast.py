@@ -159,7 +159,7 @@ def forecast(
             prompts=PromptStream(sampler=sampler, loaders=loaders, name=config.sampler.name),
             engine=engine,
             playing=evolve(making.playing(Parts(config, host), environments, renderer), seed=seed),
-            learning=making.learning(unfiltered, host),
+            learning=making.learning(unfiltered, making.loss(config.loss, host), host),
             trainer=PlannedTrainer(times.trainer, seed=seed),
             checks=Checks(observe_attempt=observe_attempt),
             schedule=evolve(making.schedule(config), time_limit=None),

@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from grpo_core import ConfigError, Engine, EngineSetup
 from grpo_core.app import placement
 from grpo_core.config import EngineConfig, TrainerConfig
-from grpo_core.kit import Devices, PluginHost
+from grpo_core.kit import Devices
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.plugins.transports import find_transport
-from grpo_core.storage.copies import Copies
+from grpo_core.storage import copies
 from grpo_plugin_scale.engines.pool import pool_of
 
 
@@ -27,12 +27,17 @@ class ScaledPlacement(placement.LocalPlacement):
         memory of the trainer's GPU see it last, since they compute on the first ones.
         """
         if trainer is not None:
-            _check_ranks(trainer, ranks)
+            if ranks > 1 and trainer.device.startswith("cuda:"):
+                raise ConfigError(
+                    f'trainer.device = "{trainer.device}" is one GPU for {ranks} ranks (trainer.ranks); use '
+                    '"cuda", and name their GPUs in trainer.gpus'
+                )
             placement.check_trainer(trainer, count, ranks)
         given = {key: _groups(key, engine, count) for key, engine in engines.items()}
         if not count:
             return Devices()
-        joined = {key for key, each in engines.items() if _reads_memory(each, self._plugins)}
+        named = {key: engine.transport for key, engine in engines.items() if engine.transport != "auto"}
+        joined = {key for key, name in named.items() if find_transport(name, self._plugins).same_gpu}
         used = {gpu for groups in given.values() for group in groups or () for gpu in group}
         own = () if trainer is None else placement.named_gpus(trainer.gpus, trainer.device)
         trains = _free(engines, used, count, joined, ranks) if own is None else own
@@ -47,7 +52,11 @@ class ScaledPlacement(placement.LocalPlacement):
             if key not in joined:
                 placement.check_overlap(key, engine, trains)
             elif trains:
-                _check_sees(key, engine, trains)
+                if engine.gpus and {*trains}.isdisjoint(engine.gpus):
+                    raise ConfigError(
+                        f'{key}.transport = "{engine.transport}": the engine must see the trainer\'s GPU '
+                        f'{trains[0]}, and {key}.gpus = {engine.gpus}; name it there last, or use "shm"'
+                    )
                 seen = groups[0] if given[key] else rest
                 groups = [(*(gpu for gpu in seen if gpu not in trains), *trains)]
                 computes = [groups[0][:1]]
@@ -65,21 +74,7 @@ class ScaledPlacement(placement.LocalPlacement):
     ) -> Engine:
         if config.workers == 1:
             return super().engine(config, setup, env_vars, tolerance)
-        return pool_of(super().engine, config, setup, env_vars, tolerance, Copies().hold)
-
-
-def _reads_memory(engine: EngineConfig, plugins: PluginHost) -> bool:
-    """Return whether an engine reads the memory of the trainer's GPU."""
-    return engine.transport != "auto" and find_transport(engine.transport, plugins).same_gpu
-
-
-def _check_ranks(trainer: TrainerConfig, ranks: int) -> None:
-    """Raise ConfigError for one GPU of several ranks."""
-    if ranks > 1 and trainer.device.startswith("cuda:"):
-        raise ConfigError(
-            f'trainer.device = "{trainer.device}" is one GPU for {ranks} ranks (trainer.ranks); use "cuda", '
-            "and name their GPUs in trainer.gpus"
-        )
+        return pool_of(super().engine, config, setup, env_vars, tolerance, copies.Copies().hold)
 
 
 def _groups(key: str, engine: EngineConfig, count: int) -> list[placement.Gpus] | None:
@@ -111,15 +106,6 @@ def _free(
             "GPUs of this machine are free; lower it, or give the engines fewer"
         )
     return placement.first_free(engines, used, count, ranks)
-
-
-def _check_sees(key: str, engine: EngineConfig, trains: placement.Gpus) -> None:
-    """Raise ConfigError if an engine that reads the trainer's memory does not see its GPU."""
-    if engine.gpus and {*trains}.isdisjoint(engine.gpus):
-        raise ConfigError(
-            f'{key}.transport = "{engine.transport}": the engine must see the trainer\'s GPU {trains[0]}, '
-            f'and {key}.gpus = {engine.gpus}; name it there last, or use "shm"'
-        )
 
 
 def _shares(gpus: Sequence[int], workers: int) -> Iterator[placement.Gpus]:

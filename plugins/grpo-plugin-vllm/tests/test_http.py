@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from attrs import evolve
+from pooled import statistics
 
 from grpo_core import (
     ConfigError,
@@ -924,7 +925,7 @@ def test_what_a_server_that_dies_has_not_answered_goes_to_another_and_it_is_wait
         assert {version for each in await engine.generate(groups(2)) for version in each.versions} == {2}
         dying.version, dying.gate = "default", None
         async with dying:
-            await until(lambda: engine.statistics().serving == 2)
+            await until(lambda: statistics(engine).serving == 2)
             assert dying.version == "2", "it is given what it has missed"
             before = len(dying.calls)
             await engine.generate(groups(8))

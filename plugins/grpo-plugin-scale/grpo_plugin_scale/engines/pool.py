@@ -29,7 +29,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
 
-from attrs import evolve, frozen
+from attrs import evolve
 
 from grpo_core import (
     Completion,
@@ -75,20 +75,6 @@ Hold = Callable[[Weights], Awaitable[copies.WeightsLease]]
 async def as_published(weights: Weights) -> copies.WeightsLease:
     """Return a lease of the published weights themselves, valid until the trainer publishes again."""
     return copies.WeightsLease(weights=weights)
-
-
-@frozen(kw_only=True)
-class Statistics:
-    """A snapshot of a pool."""
-
-    serving: int
-    """Number of members that serve requests."""
-    members: int
-    """Number of all members, including members that start, are behind, or are being replaced."""
-    given_up: int
-    replaced: int
-    tokens: int
-    """Number of tokens of the running requests: prompts plus the limits of completions."""
 
 
 class EnginePool:
@@ -246,15 +232,6 @@ class EnginePool:
             self._keep(member), name=f"supervisor of engine {member.number}"
         )
         return member.number
-
-    def statistics(self) -> Statistics:
-        return Statistics(
-            serving=len(self._serving()),
-            members=len(self._members),
-            given_up=len(self._given_up),
-            replaced=self._replaced,
-            tokens=sum(member.tokens for member in self._members),
-        )
 
     def _holders(self, held: copies.WeightsLease | None) -> list[Member]:
         return [member for member in self._members if member.holds is held]
