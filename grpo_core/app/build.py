@@ -18,7 +18,7 @@ from attrs import asdict, evolve, frozen
 from grpo_core.app import making, provenance
 from grpo_core.app.launch import Launch, changed_schedule, check_held, identity
 from grpo_core.app.make import best_interval, preflight
-from grpo_core.app.model_sources import ModelRequest, StartModel, fetched, with_max_tokens
+from grpo_core.app.model_sources import ModelRequest, fetched, with_max_tokens
 from grpo_core.app.prompts import judge_one_reply, short_enough
 from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.app.tasks import Tasks
@@ -247,12 +247,25 @@ async def _start(run: Launch) -> None:
     run.prompts = await tasks.prompts("train", config.trainer.prompts_per_step)
     run.held_out = await tasks.held_out(held_out, held_out.due_sets, config.tasks if held_out.every else ())
     run.warnings += [note for data in tasks.data.values() for note in data.notes.items()]
-    making.check_loaders(config, tasks.loaders, parts.sampler)
+    making.check_loaders(config.trainer.epochs, tasks.loaders, parts.sampler, config.sampler.name)
     at_hand = {name: part for name, part in run.prompts.items() if name not in tasks.loaders}
     await judge_one_reply(tasks.environments, at_hand, hints="hints" in parts.loss.needs)
     await parts.data_plane.started()
     check_reader(parts.data_plane, config.data_plane.name)
-    run.model = model = await _start_model(run)
+
+    async def prompts() -> Mapping[str, Sequence[Prompt]]:
+        return run.prompts
+
+    request = ModelRequest(
+        directory=run.directory.model,
+        prompts=prompts,
+        environments=tasks.environments,
+        seed=config.seed,
+        status=run.trackers.status,
+    )
+    run.model = model = await parts.model.start_model(request)
+    if model.prepare is None:  # it may have just been downloaded
+        run.warnings += await preflight(config, parts.plugins, model=Path(model.path))
     scores = dict(parts.scores)
     for name in (name for name in scores if scores[name].model):
         scores[name] = evolve(scores[name], weights=await fetched(scores[name].model, run.trackers.status))
@@ -270,10 +283,11 @@ async def _start(run: Launch) -> None:
             "instead of trainer.epochs"
         )
     sizes = {name: tasks.size(name, part) for name, part in run.prompts.items()}
-    parts.config = making.with_steps(config, sizes)
+    chosen = making.with_steps(config.trainer, sizes)
+    parts.config = config = evolve(config, trainer=chosen)
     run.trackers.status(model.doing)
     setup = making.trainer_setup(
-        parts.config,
+        config,
         parts.plugins,
         model.path,
         scores=scores,
@@ -285,7 +299,6 @@ async def _start(run: Launch) -> None:
         profile=str(run.directory.profile),
         log=str(run.directory.logs / "trainer.log"),
     )
-    chosen = parts.config.trainer
     run.trainer = parts.keep(parts.plugins.make("trainer", chosen.name, setup, **chosen.options))
     run.engines = making.engines(parts, devices, model.path, run.directory.logs)
     await gather(each.started() for each in (run.trainer, *run.engines.values()) if hasattr(each, "started"))
@@ -337,7 +350,18 @@ async def _connected(run: Launch) -> Pipeline:
     if run.checkpoint is not None:  # a dataloader that does not give its rows again is an error now
         with wrong_input():
             await gather(loader.first(1) for loader in loaders.values())
-    engine = WeightsTrackingEngine(run.engines["engine"], partial(_check_held, run))
+
+    def check(weights: Weights) -> None:
+        """Raise ConfigError if the engine of a resumed run holds other weights than before."""
+        if (found := run.checkpoint) is not None:
+            try:
+                now = making.published(config, run.engines["engine"], weights, weights.version)
+                check_held(run.directory.path, Published.read(found.directory / "trainer"), now)
+            except BaseException:
+                run.directory.take_back_config()
+                raise
+
+    engine = WeightsTrackingEngine(run.engines["engine"], check)
     own = run.engines.get("validation.engine")
     validation = making.validation(
         parts, held_out, own or engine, renderer, emit=run.emit, last=config.trainer.steps
@@ -424,26 +448,6 @@ def stop_at(goal: Goal, pipeline: Pipeline, seen: dict[str, float]) -> Callable[
 # ---------------------------------------------------------------------------------- parts that start
 
 
-async def _start_model(run: Launch) -> StartModel:
-    """Return the model that the run starts from; the trainer makes it if necessary."""
-
-    async def prompts() -> Mapping[str, Sequence[Prompt]]:
-        return run.prompts
-
-    start = await run.parts.model.start_model(
-        ModelRequest(
-            directory=run.directory.model,
-            prompts=prompts,
-            environments=run.tasks.environments,
-            seed=run.parts.config.seed,
-            status=run.trackers.status,
-        )
-    )
-    if start.prepare is None:  # it may have just been downloaded
-        run.warnings += await preflight(run.parts.config, run.parts.plugins, model=Path(start.path))
-    return start
-
-
 def _import_what_is_needed_soon() -> None:
     """Import a slow module while the environments start; a trainer in a thread may import it, too."""
     with contextlib.suppress(ImportError):  # transformers 4 has other modules; this only saves time
@@ -451,18 +455,6 @@ def _import_what_is_needed_soon() -> None:
 
 
 # ---------------------------------------------------------------------------------- parts of the loop
-
-
-def _check_held(run: Launch, weights: Weights) -> None:
-    """Raise ConfigError if the engine of a resumed run holds other weights than before."""
-    if (found := run.checkpoint) is None:
-        return
-    try:
-        now = making.published(run.parts.config, run.engines["engine"], weights, weights.version)
-        check_held(run.directory.path, Published.read(found.directory / "trainer"), now)
-    except BaseException:
-        run.directory.take_back_config()
-        raise
 
 
 def _save(

@@ -24,7 +24,16 @@ from grpo_core.app.making import Parts
 from grpo_core.app.placement import Devices
 from grpo_core.app.provenance import file_hashes, with_absolute_paths
 from grpo_core.app.tasks import Tasks
-from grpo_core.config import Config, TrainerConfig, as_table, build, merge, replace_parts
+from grpo_core.config import (
+    Config,
+    ScoreConfig,
+    TrainerConfig,
+    ValidationConfig,
+    as_table,
+    build,
+    merge,
+    replace_parts,
+)
 from grpo_core.contracts.errors import ConfigError, one_line, wrong_input
 from grpo_core.contracts.events import Event
 from grpo_core.contracts.protocols import Trainer
@@ -102,8 +111,7 @@ def continued(
         undo.callback(lambda: in_own_loop(run.parts.aclose()))
         if run.finished is None:  # otherwise no part starts
             if run.checkpoint is not None and run.saved is not None:
-                _check_start(directory, run.saved.run.start, run.parts)
-                _check_states(run.checkpoint.directory, run.saved, run.parts)
+                _check_saved(run, run.checkpoint.directory, run.saved)
             run.warnings = _checked(run.parts.config, run.parts.plugins)
         if run.before not in (None, run.parts.config):
             directory.replace_config(run.parts.config)
@@ -328,7 +336,7 @@ def _resumed(
         with checkpoint.reading(found.directory):
             saved = checkpoint.read_pipeline(found.directory)
         run.checkpoint, run.saved = found, saved
-        run.finished = _finished(directory, found.step, saved, config)
+        run.finished = _finished(directory, found.step, saved, config.trainer, config.validation)
     finished = run.finished
     complete = finished is not None and finished.complete
     if finished is not None:
@@ -392,17 +400,22 @@ def _check_nothing_is_ignored(edits: Iterable[tuple[str, Any, Any]], told: str) 
             )
 
 
-def _finished(directory: RunDirectory, step: int, saved: SavedPipeline, config: Config) -> Finished | None:
+def _finished(
+    directory: RunDirectory,
+    step: int,
+    saved: SavedPipeline,
+    chosen: TrainerConfig,
+    validation: ValidationConfig,
+) -> Finished | None:
     """Return the end of a run if nothing is left to train and validate after its checkpoint."""
     planned, epochs = saved.run.schedule.steps, saved.run.schedule.epochs
     failed = saved.failure is not None
-    chosen = config.trainer
     if chosen.epochs and chosen.epochs != epochs:
         steps = sys.maxsize  # known once the environments have started and their prompts are counted
     else:
         steps = planned if chosen.epochs else chosen.steps
     last = step == planned == steps
-    due = any(each.due(step, last=steps) for each in making.intervals(config.validation))
+    due = any(each.due(step, last=steps) for each in making.intervals(validation))
     if last and (failed or (due and saved.measured < step)):  # failed: perhaps before the last weight sync
         return None
     if step >= steps:
@@ -436,7 +449,7 @@ def identity(config: Config, start: Path) -> dict[str, Any]:
         "fixed": _fixed(config),
         "schedule": _schedule(config.trainer),
         "start": model_sources.start_digest(start),
-        "scores": _score_digests(config),
+        "scores": _score_digests(config.scores),
         "files": file_hashes(config),
     }
 
@@ -473,19 +486,6 @@ def _fixed(config: Config) -> dict[str, Any]:
     return {key: _at(table, key) for key in (*FIXED, *(section.fixed if section else ()))}
 
 
-def _check_start(run: RunDirectory, before: str, parts: Parts) -> None:
-    """Reject other base weights under adapters, or as a score of a loss."""
-    if model_section(parts.config) is not None:
-        why = "to which its adapters belong"
-    elif any(score.weights == "start" for score in parts.scores.values()):
-        why = "with which its loss compares the policy"
-    else:
-        return
-    made = (run.model / "config.json").exists()
-    path = run.model if made else directory_here(parts.config.model.path)
-    model_sources.check_start(run.path, before, path, why)
-
-
 def _check_dtype(path: Path, held: Published | None, before: Config, config: Config) -> None:
     """Reject changes by which weights would get another dtype; what "auto" means is known later."""
     was, now = ((each.model.dtype, making.engine_dtype(each.engine)) for each in (before, config))
@@ -513,9 +513,18 @@ def check_held(path: Path, before: Published | None, now: Published | None) -> N
         before.check((name, dtype, total) for name, dtype, total in known if total is not None)
 
 
-def _check_states(directory: Path, state: SavedPipeline, parts: Parts) -> None:
-    """Raise CheckpointError for a state of a loader, a sampler or a strategy with wrong types."""
-    config, validation = parts.config, parts.config.validation
+def _check_saved(run: Launch, directory: Path, state: SavedPipeline) -> None:
+    """Reject other base weights under adapters, or as a score of a loss.
+
+    Raises CheckpointError for a state of a loader, a sampler or a strategy with wrong types.
+    """
+    parts, config, validation = run.parts, run.parts.config, run.parts.config.validation
+    of_loss = any(score.weights == "start" for score in parts.scores.values())
+    if (adapters := model_section(config) is not None) or of_loss:
+        why = "to which its adapters belong" if adapters else "with which its loss compares the policy"
+        made = (run.directory.model / "config.json").exists()
+        start = run.directory.model if made else directory_here(config.model.path)
+        model_sources.check_start(run.directory.path, state.run.start, start, why)
     with checkpoint.reading(directory):
         checkpoint.read_loaders(directory)
         if state.sampler_name == config.sampler.name:
@@ -544,7 +553,7 @@ def _warnings(path: Path, saved: SavedRun, config: Config) -> Iterator[str]:
             f"warning: {path} was written by grpo-core {saved.grpo_core}, this is {__version__}: its next "
             "steps may differ from an uninterrupted run"
         )
-    was, now = saved.scores, _score_digests(config)
+    was, now = saved.scores, _score_digests(config.scores)
     for name in sorted(was.keys() & now.keys()):
         if was[name] != now[name]:
             model = f"{config.scores[name].weights} of scores.{name}"
@@ -562,11 +571,11 @@ def _at(table: Any, key: str) -> Any:
     return table
 
 
-def _score_digests(config: Config) -> dict[str, str]:
+def _score_digests(scores: Mapping[str, ScoreConfig]) -> dict[str, str]:
     """Return the digests of the models that score, by the names of the scores."""
     return {
         name: model_sources.start_digest(directory_here(score.model))
-        for name, score in config.scores.items()
+        for name, score in scores.items()
         if score.model
     }
 

@@ -616,34 +616,40 @@ def intervals(config: ValidationConfig) -> list[Interval]:
     return [Interval(section.every, section.at_start) for section in each]
 
 
-def check_loaders(config: Config, loaders: Mapping[str, LookAhead], sampler: protocols.Sampler) -> None:
-    """Raise ConfigError for streams if the number of prompts must be known."""
+def check_loaders(
+    epochs: float, loaders: Mapping[str, LookAhead], sampler: protocols.Sampler, name: str
+) -> None:
+    """Raise ConfigError for streams if the number of prompts must be known.
+
+    Args:
+        epochs: of the trainer.
+        loaders: of all tasks.
+        sampler: of the run.
+        name: of the sampler.
+    """
     streams = [loader for loader in loaders.values() if loader.size is None]
     if not streams:
         return
     who = f"{streams[0].who} is a stream with an unknown number of prompts"
-    if config.trainer.epochs:
-        raise ConfigError(
-            f"{who}, and trainer.epochs = {config.trainer.epochs:g} needs it: set trainer.steps instead"
-        )
+    if epochs:
+        raise ConfigError(f"{who}, and trainer.epochs = {epochs:g} needs it: set trainer.steps instead")
     if getattr(sampler, "needs_places", False):
         raise ConfigError(
-            f"{who}, and the sampler {config.sampler.name!r} selects prompts by index: "
+            f"{who}, and the sampler {name!r} selects prompts by index: "
             "choose a sampler that only takes the next prompts, such as mix, or let the dataloader return a "
             "sequence"
         )
 
 
-def with_steps(config: Config, sizes: Mapping[str, int]) -> Config:
-    """Return the configuration with the number of steps for ``trainer.epochs``.
+def with_steps(trainer: TrainerConfig, sizes: Mapping[str, int]) -> TrainerConfig:
+    """Return the section with the number of steps for ``trainer.epochs``.
 
     ``sizes``: number of training prompts by task.
     """
-    if not config.trainer.epochs:
-        return config
-    drawn = config.trainer.epochs * sum(sizes.values())
-    steps = max(1, math.ceil(drawn / config.trainer.prompts_per_step))
-    return evolve(config, trainer=evolve(config.trainer, steps=steps))
+    if not trainer.epochs:
+        return trainer
+    steps = math.ceil(trainer.epochs * sum(sizes.values()) / trainer.prompts_per_step)
+    return evolve(trainer, steps=max(1, steps))
 
 
 def check_lengths(config: RolloutConfig, positions: int) -> None:

@@ -7,6 +7,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from attrs import evolve, frozen
@@ -15,7 +16,7 @@ from grpo_core.app import making
 from grpo_core.app.data import TaskData
 from grpo_core.app.make import of_task
 from grpo_core.app.placement import Placement
-from grpo_core.config import Config, TaskConfig, ValidationConfig
+from grpo_core.config import Config, EnvironmentConfig, TaskConfig, ValidationConfig
 from grpo_core.contracts.errors import ConfigError, PluginError, SelectionError, plugin_errors
 from grpo_core.contracts.playing import Player, PlayerSetup
 from grpo_core.contracts.records import Prompt
@@ -73,9 +74,12 @@ class Tasks:
         workers += config.engine.workers + (config.environment.workers or 1) * len(every)
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(placement.connected(workers))
+            compared = making.of_reward(config, host)
             files = {name: logs / f"environment-{name}.log" if logs else None for name in every}
             environments = {
-                name: make_environment(name, task, config, host, placement, files[name])
+                name: make_environment(
+                    name, task, config.environment, host, placement, log=files[name], parts=compared
+                )
                 for name, task in every.items()
             }
             stack.push_async_callback(
@@ -182,13 +186,14 @@ class Tasks:
 def make_environment(
     name: str,
     task: TaskConfig,
-    config: Config,
+    chosen: EnvironmentConfig,
     host: PluginHost,
     placement: Placement,
+    *,
     log: Path | None = None,
+    parts: Mapping[str, str] = MappingProxyType({}),
 ) -> EnvironmentPool:
-    """Make the workers of a task's environment, not yet started."""
-    chosen = config.environment
+    """Make the workers of a task's environment, not yet started; ``parts``: as ``of_reward`` returns them."""
     own = of_task(chosen, task)
     here = not placement.pooled  # on a cluster, the workers that it has room for are known at the start
     count = chosen.workers or (AGENT_PROCESSES if here and not host.of_program(task.env) else 1)
@@ -201,7 +206,7 @@ def make_environment(
         on_demand=here,
         name=name,
         success=task.success,
-        parts=making.of_reward(config, host),
+        parts=parts,
     )
 
 

@@ -374,7 +374,7 @@ def pool_of(
     setup: EngineSetup,
     env_vars: Sequence[Mapping[str, str]],
     tolerance: Tolerance,
-    hold: Hold,
+    hold: Hold = as_published,
 ) -> EnginePool:
     """Make the pool of a section's engines: each has its share of the cores, and a directory for its logs.
 
