@@ -21,9 +21,7 @@ from grpo_core._version import __version__
 from grpo_core.app import making, model_sources
 from grpo_core.app.make import make, preflight
 from grpo_core.app.making import Parts
-from grpo_core.app.placement import Devices
 from grpo_core.app.provenance import file_hashes, with_absolute_paths
-from grpo_core.app.tasks import Tasks
 from grpo_core.config import (
     Config,
     ScoreConfig,
@@ -36,8 +34,6 @@ from grpo_core.config import (
 )
 from grpo_core.contracts.errors import ConfigError, one_line, wrong_input
 from grpo_core.contracts.events import Event
-from grpo_core.contracts.protocols import Trainer
-from grpo_core.contracts.records import Prompt
 from grpo_core.data.samplers import load_plugin_state
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import BufferStatistics
@@ -54,8 +50,6 @@ from grpo_core.processes.aio import in_own_loop
 from grpo_core.reporting.trackers import Trackers
 from grpo_core.storage.published import Published
 from grpo_core.storage.run_directory import RunDirectory, lost
-from grpo_core.text.rendering import Renderer
-from grpo_core.validation.runner import HeldOut
 
 
 def new_run(
@@ -284,18 +278,6 @@ class Launch:
     """Causes and messages from ``grpo_preflight`` and from the start; emitted after it."""
     trackers: Trackers = field(init=False)
     retention: Retention = field(init=False)
-    tasks: Tasks = field(init=False)
-    """The environments, once they have started."""
-    prompts: Mapping[str, Sequence[Prompt]] = field(init=False)
-    """Training prompts by task."""
-    held_out: Sequence[HeldOut] = field(init=False)
-    devices: Devices = field(init=False)
-    """The GPUs, once the placement is connected."""
-    model: model_sources.StartModel = field(init=False)
-    renderer: Renderer = field(init=False)
-    trainer: Trainer = field(init=False)
-    engines: Mapping[str, Any] = field(init=False)
-    """The engines by the keys of their sections."""
     began: float = field(init=False, factory=time.monotonic)
     """Start of the program, and of a time limit, on the clock of the event loop."""
     after: list[Callable[[Event], None]] = field(init=False, factory=list)

@@ -153,14 +153,17 @@ class Tasks:
         self, validation: ValidationConfig, sets: Collection[str], tasks: Collection[str]
     ) -> list[HeldOut]:
         """Return the held-out prompts of these tasks, if there are any, and of these sets."""
-        of_tasks = await self.prompts("validation", validation.prompts, tasks)
-        plain = HeldOut(
-            config=validation,
-            prompts=of_tasks,
-            environments=self.environments,
-            of={name: known_of(found) for name, found in of_tasks.items()},
-            seed=self.seed,
-        )
+
+        def part(
+            name: str,
+            config: ValidationConfig,
+            prompts: Mapping[str, Sequence[Prompt]],
+            environments: Mapping[str, EnvironmentPool],
+        ) -> HeldOut:
+            known = {task: known_of(found) for task, found in prompts.items()}
+            return HeldOut(
+                name=name, config=config, prompts=prompts, environments=environments, of=known, seed=self.seed
+            )
 
         async def of_set(name: str) -> HeldOut:
             """Return the prompts of a set; prompts of a task get the set's name."""
@@ -169,17 +172,13 @@ class Tasks:
             found = await self.data[task or name].prompts("validation", config.prompts)
             if not found:
                 raise ConfigError(f"validation.sets.{name}: there are no prompts for validation")
-            part = HeldOut(
-                name=name,
-                config=config,
-                prompts={name: found},
-                environments={name: environment},
-                of={name: known_of(found)},
-                seed=self.seed,
-            )
-            prompts = [evolve(prompt, environment=name) for prompt in part.measured()[name]]
-            return evolve(part, prompts={name: prompts})
+            own = part(name, config, {name: found}, {name: environment})
+            prompts = [evolve(prompt, environment=name) for prompt in own.measured()[name]]
+            return evolve(own, prompts={name: prompts})
 
+        plain = part(
+            "", validation, await self.prompts("validation", validation.prompts, tasks), self.environments
+        )
         return [*([plain] if tasks else []), *await gather(map(of_set, sets))]
 
 
