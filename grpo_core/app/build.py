@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from attrs import asdict, evolve, frozen
 
@@ -363,6 +364,7 @@ async def _connected(run: Launch, tasks: Tasks) -> Pipeline:
         )
         watch.append(validate.watch)
     process = identity(config, Path(model.path))
+    shared: list[Any] = [engines[key] for key in sorted(devices.shared)]
 
     async def save(step: int, failure: Failure | None) -> Written:
         cut = checkpoint.cut(buffer, stream, validation, failure)
@@ -400,7 +402,7 @@ async def _connected(run: Launch, tasks: Tasks) -> Pipeline:
         validate=validate,
         validate_first=validation.validated_version < run.step,
         save=save,
-        resting=[engines[key] for key in sorted(devices.shared) if hasattr(engines[key], "rest")],
+        resting=[each for each in shared if hasattr(each, "rest")],
     )
     run.trackers.on_stop(partial(pipeline.stop, at_leisure=True))
     if chosen.stop_when:
