@@ -41,6 +41,7 @@ from grpo_core.kit import (
     read_weights,
     transport_of,
 )
+from grpo_core.loop.agreement import Tolerance
 from grpo_core.testing import HostedEnvironment, prompts
 from grpo_core.text.rendering import Renderer
 from grpo_core.weights import publishing
@@ -244,7 +245,7 @@ class Counting(grpo.Environment):
 
 
 def check_placement(placement, directory: Path) -> None:
-    """Check that environments, engines and retained weights of a placement are those of a run."""
+    """Check that environments and engines of a placement are those of a run."""
     (directory / "environment.py").write_text(ENVIRONMENT)
     trainer, engine = TrainerConfig(device="cpu"), EngineConfig(options={"max_rows": 8})
     assert isinstance(placement.pooled, bool)
@@ -252,7 +253,7 @@ def check_placement(placement, directory: Path) -> None:
     placement.check(trainer, {"engine": engine})
     with placement.connected(2):
         placement.devices(trainer, {"engine": engine})
-        for story in (_environment, _retained, functools.partial(_engine, config=engine)):
+        for story in (_environment, functools.partial(_engine, config=engine)):
             asyncio.run(asyncio.wait_for(story(placement, directory), 240))
 
 
@@ -284,27 +285,14 @@ def _episode(prompt, session, turn, said=None):
     return Episode(prompt=prompt, messages=messages, turn=turn, session=session, group=prompt.id)
 
 
-async def _retained(placement, directory):
-    writer, retain = SharedMemoryWriter(), placement.retain()
-    first = [("a", torch.arange(10.0)), ("b", torch.ones(3, 5))]
-    lease = await retain(writer.write(0, first))
-    for version in (1, 2):
-        writer.write(version, [(name, tensor + version) for name, tensor in first])
-    assert lease.weights.version == 0
-    if lease.weights.location.startswith("/"):  # otherwise only workers read them
-        found = read_weights(lease.weights)
-        assert all(torch.equal(found[name], tensor) for name, tensor in first), "they were overwritten"
-
-
 async def _engine(placement, directory, *, config):
     model = make_test_model(directory, width=32)
     setup = EngineSetup(model=str(model), log_directory=str(directory), deadline=120)
-    engine = placement.engine(0, config, setup)
+    engine = placement.engine(config, setup, [{}], Tolerance())
     try:
         writer = SharedMemoryWriter()
         tensors = list(checkpoint_tensors(load_test_model(model)).items())
-        lease = await placement.retain()(writer.write(3, tensors))
-        await engine.update_weights(lease.weights)
+        await engine.update_weights(writer.write(3, tensors))
         request = GenerationRequest(prompt_ids=(5, 6, 7), max_tokens=4, seed=1)
         (said,) = await engine.generate([request])
         assert set(said.versions.tolist()) == {3}

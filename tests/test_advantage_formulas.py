@@ -309,7 +309,8 @@ def with_parts(rewards: list[float], **parts: list[float]) -> Any:
 def test_what_a_configuration_counts_has_the_mean_0_and_the_variance_1(count: str, baseline: bool) -> None:
     """The tokens of a step, or its rollouts, whatever else is chosen."""
     given = {"name": "reinforce_plus_plus", "options": {"count": count, "baseline": baseline}}
-    function = making.learning(build([{"advantage": given}]), PluginHost.discover(["algorithms"])).advantages
+    config, host = build([{"advantage": given}]), PluginHost.discover(["algorithms"])
+    function = making.learning(config, making.loss(config.loss, host), host).advantages
     step = [a_group([1.0, 0.0, 0.5, 0.0]), a_group([0.0, 0.0, 1.0, 1.0], index=1)]
     found = [np.array(own, float) for own in function(step)]
     lengths = [[rollout.n_sampled if count == "tokens" else 1 for rollout in each.rollouts] for each in step]

@@ -61,7 +61,7 @@ def played(tmp_path, agent, groups, *, config=None, deadline=60.0, name=""):
     given = Config(environment=config or EnvironmentConfig())
 
     async def story():
-        pool = make_environment("task", task, given, host, LocalPlacement(host))
+        pool = make_environment("task", task, given.environment, host, LocalPlacement(host))
         return await played_in(pool, groups, deadline=deadline), pool.remark
 
     return asyncio.run(story())

@@ -376,9 +376,9 @@ def test_a_stream_has_no_length_and_no_places(opened):
 def test_a_stream_is_refused_where_the_number_of_prompts_is_needed(opened, change, sampler, message):
     stream, sized = opened(Own), opened(FORMS["a list"])
     config = Config(tasks={}, trainer=TrainerConfig(**change))
-    making.check_loaders(config, {"t": sized.loader}, sampler)
+    making.check_loaders(config.trainer.epochs, {"t": sized.loader}, sampler, "s")
     with pytest.raises(ConfigError, match=message):
-        making.check_loaders(config, {"t": stream.loader}, sampler)
+        making.check_loaders(config.trainer.epochs, {"t": stream.loader}, sampler, "s")
 
 
 @pytest.mark.parametrize(

@@ -210,4 +210,4 @@ def test_the_time_that_each_part_of_the_end_takes_is_left_for_it(long, first):
 @pytest.mark.parametrize(("epochs", "steps"), [(0.0, 7), (1.0, 4), (2.5, 9), (0.01, 1)])
 def test_epochs_are_as_many_steps_as_it_takes_to_draw_all_prompts(epochs, steps):
     config = Config(trainer=TrainerConfig(steps=7, epochs=epochs, prompts_per_step=8))
-    assert making.with_steps(config, {"a": 20, "b": 8}).trainer.steps == steps
+    assert making.with_steps(config.trainer, {"a": 20, "b": 8}).steps == steps

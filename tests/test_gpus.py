@@ -11,24 +11,24 @@ from forks import grpo
 from killing import Run
 
 from grpo_core.app import placement
-from grpo_core.app.placement import choose, joined_to_trainer
 from grpo_core.config import EngineConfig, TrainerConfig, as_toml, build
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.plugins.host import PluginHost
 
 TRAINER = TrainerConfig()
 HOST = PluginHost.discover()
+SCALED, ALONE = (host.make("placement", "local", host) for host in (HOST, PluginHost.discover([])))
 ONE, TWO, THREE = (EngineConfig(workers=n) for n in (1, 2, 3))
 
 
-def seen(trainer, count, engine, validation=None):
+def seen(trainer, count, engine, validation=None, local=SCALED):
     """GPUs of the trainer, then of each worker: "0" or "1,2"; "" for a process whose variables are left.
 
     ``trainer``: its section, perhaps behind the number of its ranks.
     """
     ranks, trainer = trainer if isinstance(trainer, tuple) else (1, trainer)
     engines = {"engine": engine} | ({"validation.engine": validation} if validation else {})
-    devices = choose(trainer, engines, count, joined_to_trainer(engines, HOST), ranks)
+    devices = local.choose(trainer, engines, count, ranks)
     workers = [worker for key in engines for worker in devices.engines.get(key, ())]
     return [of.get("CUDA_VISIBLE_DEVICES", "") for of in (devices.trainer, *workers)], bool(devices.shared)
 
@@ -40,7 +40,7 @@ def all_visible(monkeypatch):
 
 def test_a_trainer_on_a_gpu_needs_one():
     with pytest.raises(ConfigError, match=r'trainer.device = "cuda:1": this process sees no GPU'):
-        choose(TrainerConfig(device="cuda:1"), {}, 0)
+        ALONE.choose(TrainerConfig(device="cuda:1"), {}, 0)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,26 @@ def test_the_trainer_has_its_own_gpu_and_the_engines_share_the_others(
     assert seen(trainer, count, engine) == (expected, shared)
 
 
+@pytest.mark.parametrize(
+    ("trainer", "engine", "count", "expected", "shared"),
+    [
+        (TRAINER, ONE, 0, [""], False),
+        (TRAINER, ONE, 1, [""], True),
+        (TRAINER, ONE, 4, ["0", "1,2,3"], False),
+        (TRAINER, EngineConfig(gpus=[0, 1]), 4, ["2", "0,1"], False),
+        (TrainerConfig(device="cuda:3"), ONE, 4, ["", "0,1,2"], False),
+        (TrainerConfig(device="cpu"), ONE, 2, ["", "0,1"], False),
+        (TRAINER, EngineConfig(options={"device": "cpu"}), 2, ["0", ""], False),
+        (TrainerConfig(gpus=[1]), EngineConfig(gpus=[1]), 2, ["1", "1"], True),
+    ],
+    ids=str,
+)
+def test_the_core_alone_gives_the_trainer_the_first_gpu_that_no_engine_names(
+    trainer, engine, count, expected, shared
+):
+    assert seen(trainer, count, engine, local=ALONE) == (expected, shared)
+
+
 def test_an_engine_for_validation_has_its_own_share():
     assert seen(TRAINER, 4, TWO, ONE)[0] == ["0", "1", "2", "3"]
     assert seen(TRAINER, 4, EngineConfig(workers=3, gpus=[0, 1, 2]), ONE)[0] == ["3", "0", "1", "2", "0,1,2"]
@@ -106,14 +126,14 @@ def test_numbers_mean_what_they_mean_to_nvidia_smi_unless_the_user_has_chosen_by
         monkeypatch.setenv(name, value)
         if not value:
             monkeypatch.delenv(name)
-    variables = choose(TRAINER, {"engine": ONE}, 2).trainer
+    variables = SCALED.choose(TRAINER, {"engine": ONE}, 2).trainer
     assert variables["CUDA_VISIBLE_DEVICES"] == (visible or "0,1").split(",")[0]
     assert variables.get("CUDA_DEVICE_ORDER") == expected
 
 
 def test_the_choice_is_printed_unless_there_is_none():
-    assert choose(TRAINER, {"engine": THREE}, 8).told == "GPUs: trainer 0; engine 1+2, 3+4, 5+6"
-    assert choose(TRAINER, {"engine": THREE}, 1).told == ""
+    assert SCALED.choose(TRAINER, {"engine": THREE}, 8).told == "GPUs: trainer 0; engine 1+2, 3+4, 5+6"
+    assert SCALED.choose(TRAINER, {"engine": THREE}, 1).told == ""
 
 
 @pytest.mark.parametrize(
@@ -157,9 +177,11 @@ def test_the_choice_is_printed_unless_there_is_none():
     ids=str,
 )
 def test_gpus_that_cannot_be_meant_are_refused_in_one_line(trainer, engine, count, message):
-    with pytest.raises(ConfigError, match=message) as refused:
-        seen(trainer, count, engine)
-    assert "\n" not in str(refused.value)
+    many = isinstance(trainer, tuple) or engine.workers > 1 or engine.transport != "auto"
+    for local in (SCALED,) if many else (SCALED, ALONE):
+        with pytest.raises(ConfigError, match=message) as refused:
+            seen(trainer, count, engine, local=local)
+        assert "\n" not in str(refused.value)
 
 
 def test_the_driver_is_asked_before_torch_is_imported(monkeypatch):

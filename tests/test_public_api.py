@@ -98,12 +98,12 @@ BEYOND = {
     "grpo-plugin-agents": "import_file numbered orphans parsed thoughts",
     "grpo-plugin-judge": "DEADLINE as_feedback units",
     "grpo-plugin-ray": """
-        EngineConfig EnvironmentConfig Incident RemoteTraceback Retain SessionStart TrainerConfig copies
-        engine_metrics interpreters offers wire
+        EngineConfig EnvironmentConfig Incident LimitedEngine RemoteTraceback SessionStart Tolerance
+        TrainerConfig copies engine_metrics interpreters offers wire
     """,
     "grpo-plugin-scale": """
-        FullModel MicroBatch Passes Scorer StartProcess Tolerance canary copies cpu during engine_metrics
-        layout memory plan publishing reported_as room_for
+        EngineConfig FullModel MicroBatch Passes Scorer StartProcess Tolerance TrainerConfig canary copies cpu
+        during engine_metrics find_transport layout memory placement plan publishing reported_as room_for
     """,
 }
 """Internal names that other distributions of ours take; no name may be added."""

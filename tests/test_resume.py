@@ -646,10 +646,9 @@ def test_a_learning_rate_that_a_resume_changes_is_said_with_both_values(tmp_path
         "trainer.lr_schedule=cosine",
         "trainer.warmup_updates=0",
     ]
-    directory = a_run(tmp_path / "run", settings=given)
-    found = checkpoint.Found(directory=directory, step=6, passed_over=())
-    config = resumed(tmp_path / "run", *settings).parts.config
-    message = launching.changed_schedule(found, config.trainer)
+    a_run(tmp_path / "run", settings=given)
+    run = resumed(tmp_path / "run", *settings)
+    message = launching.changed_schedule(6, run.saved.run.schedule, run.parts.config.trainer)
     assert said in message
     assert bool(message) == bool(said)
 

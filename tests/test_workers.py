@@ -10,7 +10,6 @@ from attrs import evolve
 
 from grpo_core.app import making
 from grpo_core.app.make import make
-from grpo_core.app.placement import LocalPlacement
 from grpo_core.cli import _with_values
 from grpo_core.config import Config, EngineConfig, EnvironmentConfig, build
 from grpo_core.contracts.errors import ConfigError, EngineError, GrpoError, WeightSyncError
@@ -194,7 +193,7 @@ def test_one_worker_is_the_engine_itself_and_several_are_a_pool(tmp_path):
 
         def of(**changes):
             config = EngineConfig(name=f"{tmp_path}/fake.py:fake", **changes)
-            return making.engine(config, setup, host, LocalPlacement(host), tolerance=Tolerance())
+            return host.make("placement", "local", host).engine(config, setup, [{}], Tolerance())
 
         assert isinstance(of(), FakeEngine)
         pool = of(workers=2)
@@ -244,14 +243,11 @@ def test_an_engine_is_given_as_many_requests_at_once_as_the_user_allows(tmp_path
     async def story():
         host, made = PluginHost.discover(["scale"]), []
 
-        class Recorded(LocalPlacement):
-            def engine(self, *args):
-                made.append(super().engine(*args))
-                return made[-1]
-
+        placement, make_one = host.make("placement", "local", host), host.make
+        host.make = lambda *args, **options: made.append(make_one(*args, **options)) or made[-1]
         config = EngineConfig(name=f"{tmp_path}/counting.py:Counting", max_requests=3, workers=workers)
         setup = making.engine_setup(Config(), config, "m", logs=None, colocated=True, trains=True)
-        engine = making.engine(config, setup, host, Recorded(host), tolerance=Tolerance())
+        engine = placement.engine(config, setup, [{}], Tolerance())
         await engine.update_weights(weights)
         answers = await engine.generate(requests)
         cancelled = asyncio.create_task(engine.generate(requests))

@@ -7,7 +7,7 @@ import contextlib
 import importlib
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -17,8 +17,8 @@ from attrs import asdict, evolve, frozen
 
 from grpo_core.app import making, provenance
 from grpo_core.app.launch import Launch, changed_schedule, check_held, identity
-from grpo_core.app.make import interval_of, preflight
-from grpo_core.app.model_sources import ModelRequest, StartModel, fetched, with_max_tokens
+from grpo_core.app.make import best_interval, preflight
+from grpo_core.app.model_sources import ModelRequest, fetched, with_max_tokens
 from grpo_core.app.prompts import judge_one_reply, short_enough
 from grpo_core.app.stopping import Stop, interruptions
 from grpo_core.app.tasks import Tasks
@@ -26,20 +26,19 @@ from grpo_core.config import as_table
 from grpo_core.contracts import events
 from grpo_core.contracts.errors import ConfigError, describe, fault_of, wrong_input
 from grpo_core.contracts.incidents import report, reported_to
-from grpo_core.contracts.protocols import Tracker
-from grpo_core.contracts.records import Group, Prompt, Weights
+from grpo_core.contracts.protocols import Tracker, Trainer
+from grpo_core.contracts.records import Prompt, Weights
 from grpo_core.data.loaders import IndexedLoader, LookAhead
 from grpo_core.data.samplers import PromptStream
 from grpo_core.engines.wrapped import metrics_of
 from grpo_core.loop import checkpoint
-from grpo_core.loop.buffer import Buffer, BufferStatistics
+from grpo_core.loop.buffer import BufferStatistics
 from grpo_core.loop.endings import GOAL_REACHED, Failure, Goal
 from grpo_core.loop.health import Trend
 from grpo_core.loop.metrics import validation_metrics
-from grpo_core.loop.pipeline import Pipeline, Save, Validate, Watch, Written
+from grpo_core.loop.pipeline import Pipeline, Validate, Watch, Written
 from grpo_core.loop.retention import Retention
 from grpo_core.loop.timeline import Timeline, taken_down
-from grpo_core.loop.versions import Interval
 from grpo_core.processes.aio import gather
 from grpo_core.processes.child import memory
 from grpo_core.processes.memory import spare_the_collector
@@ -48,7 +47,8 @@ from grpo_core.reporting.trackers import Trackers, make_trackers
 from grpo_core.storage.planes import check_reader
 from grpo_core.storage.published import Published
 from grpo_core.storage.run_directory import metrics_rows
-from grpo_core.validation.runner import DedicatedValidator, Validation, WeightsTrackingEngine
+from grpo_core.text.rendering import Renderer
+from grpo_core.validation.runner import DedicatedValidator, HeldOut, WeightsTrackingEngine
 
 Loaders = Mapping[str, LookAhead]
 """Loaders of prompts by task."""
@@ -100,7 +100,7 @@ async def train(
             with reported_to(trackers.report), taken_down(timeline):
                 timeline.stage("start")
                 if run.finished is None:
-                    async with started(run) as pipeline:
+                    async with started(run) as (pipeline, tasks):
                         interruptible(pipeline)
                         spare_the_collector()
                         reason, steps = await pipeline.run(), pipeline.buffer.num_steps
@@ -108,7 +108,7 @@ async def train(
                             await trackers.flush()  # they still fetch tokens for files from the plane
                         step = pipeline.buffer.step
                         unproved = pipeline.canaries.unproved
-                        inexact = [name for name, loader in run.tasks.loaders.items() if not loader.exact]
+                        inexact = [name for name, loader in tasks.loaders.items() if not loader.exact]
                 else:
                     reason, steps = run.finished.reason, run.finished.steps
                     run.parts.config = evolve(config, trainer=evolve(config.trainer, steps=steps))
@@ -145,14 +145,12 @@ def _make_trackers(run: Launch, listeners: Mapping[str, Tracker]) -> None:
     config, directory, resume = run.parts.config, run.directory, run.checkpoint
     kept = config.checkpoint
     steps = sys.maxsize if config.trainer.epochs else config.trainer.steps
-    best = kept.best.removeprefix("-")
-    validated = Interval(interval_of(best, config, "checkpoint.best")[1]) if best else Interval()
     run.retention = Retention(
         directory.checkpoints,
         every=kept.keep_every,
         best=kept.best,
         keep_best=kept.keep_best,
-        due=partial(validated.due, last=steps),
+        due=partial(best_interval(config).due, last=steps),
         step=run.step,
     )
     trackers = run.trackers = Trackers()
@@ -160,15 +158,13 @@ def _make_trackers(run: Launch, listeners: Mapping[str, Tracker]) -> None:
     own: dict[str, Tracker] = {"room on the disk": room}
     if kept.best:
         own["retention of checkpoints"] = run.retention
-    info = directory.info(
-        config, *((resume.step, checkpoint.validated_version(resume)) if resume else (None,))
-    )
+    info = directory.info(config, run.step, run.measured) if resume else directory.info(config, None)
     made = make_trackers(config, run.parts.plugins, partial(trackers.info, info))
     trackers.add({**own, **made, **listeners}, checkpoint.read_trackers(resume.directory) if resume else {})
 
 
 @contextlib.asynccontextmanager
-async def started(run: Launch) -> AsyncIterator[Pipeline]:
+async def started(run: Launch) -> AsyncIterator[tuple[Pipeline, Tasks]]:
     """Start every part of a run, connect them, and notify the trackers; all parts end with the block."""
     parts, directory = run.parts, run.directory
     run.trackers.status("starting the environments")
@@ -185,13 +181,12 @@ async def started(run: Launch) -> AsyncIterator[Pipeline]:
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(parts.aclose)
         try:
-            run.tasks = await stack.enter_async_context(around)
+            tasks = await stack.enter_async_context(around)
             stack.push_async_callback(parts.aclose)  # while the placement is connected
             await importing
-            for remark in filter(None, (each.remark for each in run.tasks.environments.values())):
+            for remark in filter(None, (each.remark for each in tasks.environments.values())):
                 run.trackers.status(remark)
-            await _start(run)
-            pipeline = await _connected(run)
+            pipeline = await _connected(run, tasks)
         except BaseException:
             directory.take_back_config()  # a resumed run drops changes that prevent its start
             raise
@@ -199,13 +194,13 @@ async def started(run: Launch) -> AsyncIterator[Pipeline]:
         run.after.append(await asyncio.to_thread(warn_of_falls, run))
         for cause, message in run.warnings:
             run.emit(events.WarningRaised(step=run.step, cause=cause, message=message))
-        for loader in run.tasks.loaders.values():
+        for loader in tasks.loaders.values():
             loader.warn = lambda cause, message: run.emit(
                 events.WarningRaised(step=pipeline.buffer.step, cause=cause, message=message)
             )
         for reason in run.checkpoint.passed_over if run.checkpoint else ():
             report("passed_over", "checkpoints", f"passed over {reason}")
-        yield pipeline
+        yield pipeline, tasks
 
 
 def warn_of_falls(run: Launch) -> Callable[[events.Event], None]:
@@ -236,49 +231,68 @@ def _started(context: Launch, buffer: BufferStatistics) -> events.RunStarted:
         resumed=context.checkpoint is not None,
         buffer=asdict(buffer),
         manifest=checkpoint.manifest_digest(context.checkpoint.directory) if context.checkpoint else "",
-        measured=checkpoint.validated_version(context.checkpoint) if context.checkpoint else -1,
+        measured=context.measured,
     )
 
 
-async def _start(run: Launch) -> None:
-    """Start the other parts of a run after its environments: first what costs little."""
-    parts, tasks, config = run.parts, run.tasks, run.parts.config
-    run.devices = devices = await asyncio.to_thread(
-        parts.placement.devices, parts.trainer_here, parts.engines, parts.ranks
-    )
+async def _connected(run: Launch, tasks: Tasks) -> Pipeline:
+    """Start the other parts after the environments, first what costs little, and connect them.
+
+    The parts of a resumed run are restored from its checkpoint.
+    """
+    parts, directory, config, status = run.parts, run.directory, run.parts.config, run.trackers.status
+    environments, section = tasks.environments, config.validation
+    devices = await asyncio.to_thread(parts.placement.devices, parts.trainer_here, parts.engines, parts.ranks)
     if devices.told:
-        run.trackers.status(devices.told)
-    held_out = config.validation
-    run.prompts = await tasks.prompts("train", config.trainer.prompts_per_step)
-    run.held_out = await tasks.held_out(held_out, held_out.due_sets, config.tasks if held_out.every else ())
+        status(devices.told)
+    prompts: Mapping[str, Sequence[Prompt]]
+    prompts = await tasks.prompts("train", config.trainer.prompts_per_step)
+    held_out: Sequence[HeldOut]
+    held_out = await tasks.held_out(section, section.due_sets, config.tasks if section.every else ())
     run.warnings += [note for data in tasks.data.values() for note in data.notes.items()]
-    making.check_loaders(config, tasks.loaders, parts.sampler)
-    at_hand = {name: part for name, part in run.prompts.items() if name not in tasks.loaders}
-    await judge_one_reply(tasks.environments, at_hand, hints="hints" in parts.loss.needs)
+    ahead = tasks.loaders
+    making.check_loaders(config.trainer.epochs, ahead, parts.sampler, config.sampler.name)
+    at_hand = {name: part for name, part in prompts.items() if name not in ahead}
+    await judge_one_reply(environments, at_hand, hints="hints" in parts.loss.needs)
     await parts.data_plane.started()
     check_reader(parts.data_plane, config.data_plane.name)
-    run.model = model = await _start_model(run)
+
+    async def training() -> Mapping[str, Sequence[Prompt]]:
+        return prompts
+
+    request = ModelRequest(
+        directory=directory.model,
+        prompts=training,
+        environments=environments,
+        seed=config.seed,
+        status=status,
+    )
+    model = await parts.model.start_model(request)
+    early = model.prepare is None  # its files are here before the trainer has started
+    if early:  # perhaps just downloaded
+        run.warnings += await preflight(config, parts.plugins, model=Path(model.path))
     scores = dict(parts.scores)
     for name in (name for name in scores if scores[name].model):
-        scores[name] = evolve(scores[name], weights=await fetched(scores[name].model, run.trackers.status))
+        scores[name] = evolve(scores[name], weights=await fetched(scores[name].model, status))
     if config.rollout.max_tokens == 0:
         parts.config = config = with_max_tokens(config, model.max_tokens)
-        run.directory.complete_config(config)
+        directory.complete_config(config)
     making.check_lengths(config.rollout, model.positions)
-    early = model.prepare is None  # its tokenizer is here before the trainer has started
     if early:
-        await _load_renderer(run)
+        renderer, prompts, held_out = await _rendered(run, tasks, model.path, prompts, held_out)
     elif config.rollout.max_prompt_tokens and config.trainer.epochs:
         raise ConfigError(
             f"rollout.max_prompt_tokens with trainer.epochs: the model {config.model.path!r} is made when "
             "the run starts, so the number of remaining prompts is not known before; set trainer.steps "
             "instead of trainer.epochs"
         )
-    sizes = {name: tasks.size(name, part) for name, part in run.prompts.items()}
-    parts.config = making.with_steps(config, sizes)
-    run.trackers.status(model.doing)
+    chosen = making.with_steps(
+        config.trainer, {name: tasks.size(name, part) for name, part in prompts.items()}
+    )
+    parts.config = config = evolve(config, trainer=chosen)
+    status(model.doing)
     setup = making.trainer_setup(
-        parts.config,
+        config,
         parts.plugins,
         model.path,
         scores=scores,
@@ -287,93 +301,94 @@ async def _start(run: Launch) -> None:
         transport=parts.transport,
         env_vars=devices.trainer,
         shares_gpu=bool(devices.shared),
-        profile=str(run.directory.profile),
-        log=str(run.directory.logs / "trainer.log"),
+        profile=str(directory.profile),
+        log=str(directory.logs / "trainer.log"),
     )
-    chosen = parts.config.trainer
-    run.trainer = parts.keep(parts.plugins.make("trainer", chosen.name, setup, **chosen.options))
-    run.engines = making.engines(parts, devices, model.path, run.directory.logs)
-    await gather(each.started() for each in (run.trainer, *run.engines.values()) if hasattr(each, "started"))
+    trainer: Trainer = parts.keep(parts.plugins.make("trainer", chosen.name, setup, **chosen.options))
+    engines = making.engines(parts, devices, model.path, directory.logs)
+    await gather(each.started() for each in (trainer, *engines.values()) if hasattr(each, "started"))
     if not early:
-        await _load_renderer(run)
+        renderer, prompts, held_out = await _rendered(run, tasks, model.path, prompts, held_out)
 
-
-async def _load_renderer(run: Launch) -> None:
-    """Load the renderer, and keep the prompts that are short enough."""
-    config, environments = run.parts.config, run.tasks.environments
-    sections = [each for each in (config.engine, config.validation.engine) if each is not None]
-    run.renderer = await asyncio.to_thread(making.load_renderer, config.model, run.model.path, sections)
-    most, loaders = config.rollout.max_prompt_tokens, run.tasks.loaders
-    run.prompts, run.held_out, messages = await short_enough(
-        most, run.prompts, run.held_out, environments, run.renderer, loaders
-    )
-    run.warnings += messages.items()
-    run.warnings += await preflight(
-        config,
-        run.parts.plugins,
-        renderer=run.renderer,
-        held_out=run.held_out,
-        prompts=run.prompts,
-        environments=environments,
-    )
-
-
-async def _connected(run: Launch) -> Pipeline:
-    """Connect the started parts; restore them from the checkpoint of a resumed run."""
-    parts, config, environments = run.parts, run.parts.config, run.tasks.environments
-    prompts, held_out, renderer = run.prompts, run.held_out, run.renderer
     for remark in parts.remarks:
         if remark.costs:
             run.warnings.append(("off_policy", remark.message))
         else:
-            run.trackers.status(remark.message)
-    if run.checkpoint is not None and (changed := changed_schedule(run.checkpoint, config.trainer)):
+            status(remark.message)
+    if run.saved and (changed := changed_schedule(run.step, run.saved.run.schedule, chosen)):
         run.warnings.append(("schedule", changed))
-    buffer, ahead = making.buffer(config), run.tasks.loaders
     for loader in ahead.values():
-        loader.status = run.trackers.status
-        loader.slots = (config.pipeline.max_staleness + 1) * config.trainer.prompts_per_step
+        loader.status, loader.slots = status, (config.pipeline.max_staleness + 1) * chosen.prompts_per_step
     loaders: Loaders = {
         name: ahead[name] if name in ahead else IndexedLoader(name, part, seed=config.seed)
         for name, part in prompts.items()
     }
+    buffer = making.buffer(config)
     stream = PromptStream(sampler=parts.sampler, loaders=loaders, name=config.sampler.name)
-    _restore(run, checkpoint.restore, buffer, loaders, stream)
-    if run.checkpoint is not None:  # a dataloader that does not give its rows again is an error now
-        with wrong_input():
-            await gather(loader.first(1) for loader in loaders.values())
-    engine = WeightsTrackingEngine(run.engines["engine"], partial(_check_held, run))
-    own = run.engines.get("validation.engine")
-    validation = making.validation(
-        parts, held_out, own or engine, renderer, emit=run.emit, last=config.trainer.steps
-    )
-    _restore(run, checkpoint.restore_validation, validation)
+    held = None if run.checkpoint is None else Published.read(run.checkpoint.directory / "trainer")
+
+    def check(weights: Weights) -> None:
+        """Raise ConfigError if the engine of a resumed run holds other weights than before."""
+        if held is not None:
+            try:
+                now = making.published(config, engines["engine"], weights, weights.version)
+                check_held(directory.path, held, now)
+            except BaseException:
+                directory.take_back_config()
+                raise
+
+    engine = WeightsTrackingEngine(engines["engine"], check)
+    own = engines.get("validation.engine")
+    validation = making.validation(parts, held_out, own or engine, renderer, emit=run.emit, last=chosen.steps)
     if run.checkpoint is not None:
-        validation.validated_version = checkpoint.validated_version(run.checkpoint)
+        saved = run.checkpoint.directory
+        notes = checkpoint.restore(saved, buffer, loaders, stream)
+        for note in (*notes, *checkpoint.restore_validation(saved, validation)):
+            status(f"resuming: {note}")
+        validation.validated_version = run.measured
+        with wrong_input():  # a dataloader that does not give its rows again is an error now
+            await gather(loader.first(1) for loader in loaders.values())
     validate: Validate = validation
-    watch: list[Watch] = [run.trainer.watch, run.trackers.watch]
+    watch: list[Watch] = [trainer.watch, run.trackers.watch]
     if own is not None:
-        section = parts.engines["validation.engine"]
+        of_own = parts.engines["validation.engine"]
         validate = DedicatedValidator(
             measure=validation,
             engine=own,
             trained=engine,
             emit=run.emit,
-            last=config.trainer.steps,
-            pauses=config.validation.pause,
-            deadline=making.SYNC_ATTEMPTS * section.deadline + making.SYNC_GRACE,
-            canary_tolerance=making.canary_tolerance(config.health, section),
+            last=chosen.steps,
+            pauses=section.pause,
+            deadline=making.SYNC_ATTEMPTS * of_own.deadline + making.SYNC_GRACE,
+            canary_tolerance=making.canary_tolerance(config.health, of_own),
         )
         watch.append(validate.watch)
-    shared: list[Any] = [run.engines[key] for key in sorted(run.devices.shared)]
+    process = identity(config, Path(model.path))
+    shared: list[Any] = [engines[key] for key in sorted(devices.shared)]
+
+    async def save(step: int, failure: Failure | None) -> Written:
+        cut = checkpoint.cut(buffer, stream, validation, failure)
+        states, weights = run.trackers.states(), engine.weights  # at the moment of the cut
+        return await checkpoint.begin(
+            directory.checkpoints,
+            step=step,
+            pipeline={**cut, "measured": validation.validated_version, "goal": run.goal, "run": process},
+            loaders=checkpoint.loader_states(loaders, cut["buffer"]),
+            trackers=states,
+            save_trainer=trainer.save,
+            published=held if weights is None else making.published(config, engine, weights, step),
+            keep=config.checkpoint.keep if failure is None else None,
+            spared=run.retention.spared,
+        )
+
     pipeline = Pipeline(
         buffer=buffer,
         prompts=stream,
         engine=engine,
         playing=making.playing(parts, environments, renderer),
         plane=parts.data_plane,
-        learning=making.learning(config, parts.plugins),
-        trainer=run.trainer,
+        learning=parts.learning,
+        trainer=trainer,
         checks=evolve(making.checks(parts, environments, prompts, renderer), watch=watch),
         schedule=making.schedule(config, began=run.began),
         emit=run.emit,
@@ -381,25 +396,39 @@ async def _connected(run: Launch) -> Pipeline:
         readings=lambda: {
             **run.trackers.metrics(),
             **run.trackers.incidents.read(),
-            **metrics_of(run.engines),
+            **metrics_of(engines),
             **memory(),
         },
         validate=validate,
         validate_first=validation.validated_version < run.step,
-        save=_save(run, buffer, loaders, stream, validation, engine),
+        save=save,
         resting=[each for each in shared if hasattr(each, "rest")],
     )
     run.trackers.on_stop(partial(pipeline.stop, at_leisure=True))
-    if config.trainer.stop_when:
-        run.after.append(stop_at(Goal.parse(config.trainer.stop_when), pipeline, run.goal))
+    if chosen.stop_when:
+        run.after.append(stop_at(Goal.parse(chosen.stop_when), pipeline, run.goal))
     return pipeline
 
 
-def _restore(run: Launch, restore: Callable[..., Iterable[str]], *parts: Any) -> None:
-    """Restore parts from the checkpoint of a resumed run, and report what was not restored."""
-    if run.checkpoint:
-        for note in restore(run.checkpoint.directory, *parts):
-            run.trackers.status(f"resuming: {note}")
+async def _rendered(
+    run: Launch,
+    tasks: Tasks,
+    model: str,
+    prompts: Mapping[str, Sequence[Prompt]],
+    held_out: Sequence[HeldOut],
+) -> tuple[Renderer, Mapping[str, Sequence[Prompt]], Sequence[HeldOut]]:
+    """Load the renderer of the model; return it with the prompts that are short enough."""
+    config, environments = run.parts.config, tasks.environments
+    sections = [each for each in (config.engine, config.validation.engine) if each is not None]
+    renderer = await asyncio.to_thread(making.load_renderer, config.model, model, sections)
+    most = config.rollout.max_prompt_tokens
+    prompts, held_out, messages = await short_enough(
+        most, prompts, held_out, environments, renderer, tasks.loaders
+    )
+    there = {"held_out": held_out, "prompts": prompts, "environments": environments}
+    run.warnings += messages.items()
+    run.warnings += await preflight(config, run.parts.plugins, renderer=renderer, **there)
+    return renderer, prompts, held_out
 
 
 def stop_at(goal: Goal, pipeline: Pipeline, seen: dict[str, float]) -> Callable[[events.Event], None]:
@@ -426,76 +455,7 @@ def stop_at(goal: Goal, pipeline: Pipeline, seen: dict[str, float]) -> Callable[
     return receive
 
 
-# ---------------------------------------------------------------------------------- parts that start
-
-
-async def _start_model(run: Launch) -> StartModel:
-    """Return the model that the run starts from; the trainer makes it if necessary."""
-
-    async def prompts() -> Mapping[str, Sequence[Prompt]]:
-        return run.prompts
-
-    start = await run.parts.model.start_model(
-        ModelRequest(
-            directory=run.directory.model,
-            prompts=prompts,
-            environments=run.tasks.environments,
-            seed=run.parts.config.seed,
-            status=run.trackers.status,
-        )
-    )
-    if start.prepare is None:  # it may have just been downloaded
-        run.warnings += await preflight(run.parts.config, run.parts.plugins, model=Path(start.path))
-    return start
-
-
 def _import_what_is_needed_soon() -> None:
     """Import a slow module while the environments start; a trainer in a thread may import it, too."""
     with contextlib.suppress(ImportError):  # transformers 4 has other modules; this only saves time
         importlib.import_module("transformers.tokenization_utils_tokenizers")
-
-
-# ---------------------------------------------------------------------------------- parts of the loop
-
-
-def _check_held(run: Launch, weights: Weights) -> None:
-    """Raise ConfigError if the engine of a resumed run holds other weights than before."""
-    if (found := run.checkpoint) is None:
-        return
-    try:
-        now = making.published(run.parts.config, run.engines["engine"], weights, weights.version)
-        check_held(run.directory.path, Published.read(found.directory / "trainer"), now)
-    except BaseException:
-        run.directory.take_back_config()
-        raise
-
-
-def _save(
-    run: Launch,
-    buffer: Buffer[Prompt, Group],
-    loaders: Loaders,
-    stream: PromptStream,
-    validation: Validation,
-    engine: WeightsTrackingEngine,
-) -> Save:
-    """Return the function that writes a checkpoint."""
-    parts, keep = run.parts, run.parts.config.checkpoint.keep
-    process = identity(parts.config, Path(run.model.path))
-    before = None if run.checkpoint is None else Published.read(run.checkpoint.directory / "trainer")
-
-    async def save(step: int, failure: Failure | None) -> Written:
-        cut = checkpoint.cut(buffer, stream, validation, failure)
-        states, weights = run.trackers.states(), engine.weights  # at the moment of the cut
-        return await checkpoint.begin(
-            run.directory.checkpoints,
-            step=step,
-            pipeline={**cut, "measured": validation.validated_version, "goal": run.goal, "run": process},
-            loaders=checkpoint.loader_states(loaders, cut["buffer"]),
-            trackers=states,
-            save_trainer=run.trainer.save,
-            published=before if weights is None else making.published(parts.config, engine, weights, step),
-            keep=keep if failure is None else None,
-            spared=run.retention.spared,
-        )
-
-    return save

@@ -66,9 +66,8 @@ class TaskData:
     """Number of prompts that the run needs at least."""
     notes: dict[str, str] = field(init=False, factory=dict)
     """Warnings about the dataloader, by cause."""
-    loader: LookAhead | None = field(init=False, default=None)
-    """Reads the training prompts, if they are not at hand; made by ``prompts("train")``."""
-    _at_hand: ReadRows | None = field(init=False, default=None)
+    _opened: LookAhead | None = field(init=False, default=None)
+    """Reads the training prompts; made by ``prompts("train")``."""
 
     @classmethod
     def of(
@@ -87,6 +86,12 @@ class TaskData:
         """
         return await (self._train(first) if split == "train" else self._validation(first))
 
+    @property
+    def loader(self) -> LookAhead | None:
+        """Reads the training prompts, if they are not at hand."""
+        opened = self._opened
+        return None if isinstance(opened, IndexedLoader) and opened.at_hand else opened
+
     def close(self) -> None:
         """End reading."""
         if self.loader is not None:
@@ -98,27 +103,23 @@ class TaskData:
         if self.choice is None:
             return await self._own("train")
         with wrong_input():
-            if self.loader is None and self._at_hand is None:
-                await self._open(self.choice)
-            if self._at_hand is not None and self.loader is None:
-                return self._at_hand
-            assert self.loader is not None
-            if (read := self._at_hand) is None:
-                return await self.loader.first(first)
             source = await self._source(self.choice)
+            opened = self._opened = self._opened or await self._open(self.choice, source)
+            read = opened.read_rows if isinstance(opened, IndexedLoader) else None
+            if read is None:
+                return await opened.first(first)
+            if self.loader is None:
+                return read
             return SomePrompts(await source.prompts(read.raw[:first], read.places), read.digests)
 
-    async def _open(self, choice: DataChoice) -> None:
+    async def _open(self, choice: DataChoice, source: Source) -> LookAhead:
         """Make the loader of rows that are read ahead, or read those that are prompts at hand."""
-        source = await self._source(choice)
         loader = await source.training()
         if isinstance(loader, StreamLoader) and self.tries and choice.rows.exact:
             loader.close()
             loader = await source.training(await self._try(choice, source, loader.thread))
         loader.warn = self.notes.__setitem__
-        self._at_hand = loader.read_rows if isinstance(loader, IndexedLoader) else None
-        if not (isinstance(loader, IndexedLoader) and loader.at_hand):
-            self.loader = loader
+        return loader
 
     async def _try(self, choice: DataChoice, source: Source, thread: Thread) -> Collection[str]:
         """Try a stream that a plugin makes; return fields that differ each time a row is read.

@@ -21,18 +21,23 @@ from grpo_core._version import __version__
 from grpo_core.app import making, model_sources
 from grpo_core.app.make import make, preflight
 from grpo_core.app.making import Parts
-from grpo_core.app.placement import Devices
-from grpo_core.app.provenance import file_hashes, located, with_absolute_paths
-from grpo_core.app.tasks import Tasks
-from grpo_core.config import Config, TrainerConfig, as_table, build, merge, replace_parts
+from grpo_core.app.provenance import file_hashes, with_absolute_paths
+from grpo_core.config import (
+    Config,
+    ScoreConfig,
+    TrainerConfig,
+    ValidationConfig,
+    as_table,
+    build,
+    merge,
+    replace_parts,
+)
 from grpo_core.contracts.errors import ConfigError, one_line, wrong_input
 from grpo_core.contracts.events import Event
-from grpo_core.contracts.protocols import Trainer
-from grpo_core.contracts.records import Prompt
 from grpo_core.data.samplers import load_plugin_state
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import BufferStatistics
-from grpo_core.loop.checkpoint import Found, SavedRun
+from grpo_core.loop.checkpoint import Found, SavedPipeline, SavedRun
 from grpo_core.loop.endings import GOAL_REACHED, Goal
 from grpo_core.loop.retention import Retention
 from grpo_core.loop.schedule import KEYS as SCHEDULE
@@ -45,8 +50,6 @@ from grpo_core.processes.aio import in_own_loop
 from grpo_core.reporting.trackers import Trackers
 from grpo_core.storage.published import Published
 from grpo_core.storage.run_directory import RunDirectory, lost
-from grpo_core.text.rendering import Renderer
-from grpo_core.validation.runner import HeldOut
 
 
 def new_run(
@@ -101,8 +104,8 @@ def continued(
             run = _resumed(directory, before, changes, block, offers)
         undo.callback(lambda: in_own_loop(run.parts.aclose()))
         if run.finished is None:  # otherwise no part starts
-            if run.checkpoint is not None:
-                _check_states(run.checkpoint.directory, run.parts)
+            if run.checkpoint is not None and run.saved is not None:
+                _check_saved(run, run.checkpoint.directory, run.saved)
             run.warnings = _checked(run.parts.config, run.parts.plugins)
         if run.before not in (None, run.parts.config):
             directory.replace_config(run.parts.config)
@@ -165,9 +168,9 @@ def configure_target(
     """
     own = model_sources.without_overridden(found.table, changes, tasks=tasks)
     if "directory" in own:  # a run's own paths count from it, and the given ones from here
-        own = as_table(located(*configured([own], block, offers, stored=True), own["directory"]))
+        own = as_table(with_absolute_paths(*configured([own], block, offers, stored=True), own["directory"]))
     config, host, model = _configured([*below, own, changes], block, offers, trains=False)
-    config = located(config, host, "" if "directory" in own else config.directory)
+    config = with_absolute_paths(config, host, "" if "directory" in own else config.directory)
     return make(config, host, trains=False, model=model)
 
 
@@ -265,6 +268,8 @@ class Launch:
     """Configuration of the previous start; None for a new run."""
     checkpoint: Found | None = None
     """The checkpoint to resume from."""
+    saved: SavedPipeline | None = None
+    """What it has of the loop."""
     finished: Finished | None = None
     """Set if nothing is left to train."""
     notes: tuple[str, ...] = ()
@@ -273,18 +278,6 @@ class Launch:
     """Causes and messages from ``grpo_preflight`` and from the start; emitted after it."""
     trackers: Trackers = field(init=False)
     retention: Retention = field(init=False)
-    tasks: Tasks = field(init=False)
-    """The environments, once they have started."""
-    prompts: Mapping[str, Sequence[Prompt]] = field(init=False)
-    """Training prompts by task."""
-    held_out: Sequence[HeldOut] = field(init=False)
-    devices: Devices = field(init=False)
-    """The GPUs, once the placement is connected."""
-    model: model_sources.StartModel = field(init=False)
-    renderer: Renderer = field(init=False)
-    trainer: Trainer = field(init=False)
-    engines: Mapping[str, Any] = field(init=False)
-    """The engines by the keys of their sections."""
     began: float = field(init=False, factory=time.monotonic)
     """Start of the program, and of a time limit, on the clock of the event loop."""
     after: list[Callable[[Event], None]] = field(init=False, factory=list)
@@ -296,6 +289,11 @@ class Launch:
     def step(self) -> int:
         """The step that the run continues from; 0 for a new run."""
         return self.checkpoint.step if self.checkpoint else 0
+
+    @property
+    def measured(self) -> int:
+        """The newest version validated before, or a newer number."""
+        return self.saved.measured if self.saved else -1
 
     def emit(self, event: Event) -> None:
         """Send an event to all trackers."""
@@ -315,18 +313,18 @@ def _resumed(
     path = directory.path
     secrets.learn(merge(as_table(before), changes))
     config, host = configured([replace_parts(as_table(before), changes), changes], block, offers)
-    found = checkpoint.newest(directory.checkpoints)
-    finished = None if found is None else _finished(directory, found, config)
-    if finished is not None and finished.complete:
-        left = Launch(
-            parts=Parts(before, host),
-            directory=directory,
-            checkpoint=found,
-            finished=finished,
-            notes=(finished.told,),
-        )
-        if not changes:
-            return left
+    run = Launch(parts=Parts(before, host), directory=directory)
+    if (found := checkpoint.newest(directory.checkpoints)) is not None:
+        with checkpoint.reading(found.directory):
+            saved = checkpoint.read_pipeline(found.directory)
+        run.checkpoint, run.saved = found, saved
+        run.finished = _finished(directory, found.step, saved, config.trainer, config.validation)
+    finished = run.finished
+    complete = finished is not None and finished.complete
+    if finished is not None:
+        run.notes = (finished.told,)
+    if complete and not changes:
+        return run
     stored = with_absolute_paths(before, host, before.directory)
     config = with_absolute_paths(changed(stored, changes, host), host)
     edits = list(differences(as_table(before), as_table(config)))
@@ -337,30 +335,26 @@ def _resumed(
     if found is None:
         notes.append(f"{path} has no checkpoint yet: starting from the beginning")
     else:
-        with checkpoint.reading(found.directory):
-            state = checkpoint.read_pipeline(found.directory)
-            fixed = {**_fixed(stored), **state.run.fixed}
-            for key in {**fixed, **_fixed(config)}:
-                if fixed.get(key) != (now := _at(as_table(config), key)):
-                    raise ConfigError(
-                        f"{path}: {key} is {shown(fixed.get(key))} in its checkpoint and {shown(now)} now; "
-                        "it cannot change within a run: keep it, or start a new run"
-                    )
-            if finished is not None and finished.complete:
-                _check_nothing_is_ignored(edits, finished.told)
-                return left
-            _check_start(directory, state.run.start, config, host)
-            _check_dtype(path, Published.read(found.directory / "trainer"), before, config)
-            _check_staleness(path, state.buffer.ready, config.pipeline.max_staleness)
-            notes += _warnings(path, state.run, config)
-            if (failure := state.failure) is not None:
-                error = one_line(failure.error, LONGEST_NOTE)
-                proved = f"the engine's weights up to version {failure.proved}"
-                proved = "no weight sync" if failure.proved is None else proved
-                notes.append(
-                    f"the run ended after step {found.step} by an error: {error} (the canary had proved "
-                    f"{proved})"
+        fixed = {**_fixed(stored), **saved.run.fixed}
+        for key in {**fixed, **_fixed(config)}:
+            if fixed.get(key) != (now := _at(as_table(config), key)):
+                raise ConfigError(
+                    f"{path}: {key} is {shown(fixed.get(key))} in its checkpoint and {shown(now)} now; "
+                    "it cannot change within a run: keep it, or start a new run"
                 )
+        if complete:
+            _check_nothing_is_ignored(edits, run.notes[0])
+            return run
+        _check_dtype(path, Published.read(found.directory / "trainer"), before, config)
+        _check_staleness(path, saved.buffer.ready, config.pipeline.max_staleness)
+        notes += _warnings(path, saved.run, config)
+        if (failure := saved.failure) is not None:
+            error = one_line(failure.error, LONGEST_NOTE)
+            proved = f"the engine's weights up to version {failure.proved}"
+            proved = "no weight sync" if failure.proved is None else proved
+            notes.append(
+                f"the run ended after step {found.step} by an error: {error} (the canary had proved {proved})"
+            )
         if finished is None:
             limit = config.trainer.time_limit
             if limit and "time_limit" not in changes.get("trainer", {}):
@@ -373,14 +367,9 @@ def _resumed(
             notes.append(f"continuing {path} after step {found.step}{again}")
         else:
             notes += [finished.told, "writing what its trackers write at the end, such as its page"]
-    return Launch(
-        parts=Parts(config, host) if finished is not None else make(config, host),
-        directory=directory,
-        before=before,
-        checkpoint=found,
-        finished=finished,
-        notes=tuple(notes),
-    )
+    run.parts = Parts(config, host) if finished is not None else make(config, host)
+    run.before, run.notes = before, tuple(notes)
+    return run
 
 
 def _check_nothing_is_ignored(edits: Iterable[tuple[str, Any, Any]], told: str) -> None:
@@ -393,30 +382,32 @@ def _check_nothing_is_ignored(edits: Iterable[tuple[str, Any, Any]], told: str) 
             )
 
 
-def _finished(directory: RunDirectory, found: Found, config: Config) -> Finished | None:
+def _finished(
+    directory: RunDirectory,
+    step: int,
+    saved: SavedPipeline,
+    chosen: TrainerConfig,
+    validation: ValidationConfig,
+) -> Finished | None:
     """Return the end of a run if nothing is left to train and validate after its checkpoint."""
-    with checkpoint.reading(found.directory):
-        state = checkpoint.read_pipeline(found.directory)
-        planned, epochs = state.run.schedule.steps, state.run.schedule.epochs
-        buffer = checkpoint.statistics(state.buffer, config.trainer.prompts_per_step)
-        measured, goals, failed = state.measured, state.goal, state.failure is not None
-    chosen = config.trainer
+    planned, epochs = saved.run.schedule.steps, saved.run.schedule.epochs
+    failed = saved.failure is not None
     if chosen.epochs and chosen.epochs != epochs:
         steps = sys.maxsize  # known once the environments have started and their prompts are counted
     else:
         steps = planned if chosen.epochs else chosen.steps
-    last = found.step == planned == steps
-    due = any(each.due(found.step, last=steps) for each in making.intervals(config.validation))
-    if last and (failed or (due and measured < found.step)):  # failed: perhaps before the last weight sync
+    last = step == planned == steps
+    due = any(each.due(step, last=steps) for each in making.intervals(validation))
+    if last and (failed or (due and saved.measured < step)):  # failed: perhaps before the last weight sync
         return None
-    if found.step >= steps:
-        reason, did = "finished", f"{'all of its ' if found.step == steps else ''}{found.step} steps"
-        message = f"finished {did}; for more, add --set trainer.steps={2 * found.step}"
-    elif (goal := chosen.stop_when) and Goal.parse(goal).reached(goals):
-        (value,) = goals.values()
+    if step >= steps:
+        reason, did = "finished", f"{'all of its ' if step == steps else ''}{step} steps"
+        message = f"finished {did}; for more, add --set trainer.steps={2 * step}"
+    elif (goal := chosen.stop_when) and Goal.parse(goal).reached(saved.goal):
+        (value,) = saved.goal.values()
         reason, last = GOAL_REACHED, True
         message = (
-            f"reached its goal {goal} with {value:.6g} before step {found.step + 1}; for more steps, change "
+            f"reached its goal {goal} with {value:.6g} before step {step + 1}; for more steps, change "
             "the goal, or add --set trainer.stop_when='' to train without one"
         )
     else:
@@ -424,9 +415,9 @@ def _finished(directory: RunDirectory, found: Found, config: Config) -> Finished
     return Finished(
         reason=reason,
         steps=steps,
-        buffer=buffer,
+        buffer=checkpoint.statistics(saved.buffer, chosen.prompts_per_step),
         told=f"{directory.path}: {message}",
-        complete=not last or directory.has_ended(reason, found.step),
+        complete=not last or directory.has_ended(reason, step),
     )
 
 
@@ -440,24 +431,25 @@ def identity(config: Config, start: Path) -> dict[str, Any]:
         "fixed": _fixed(config),
         "schedule": _schedule(config.trainer),
         "start": model_sources.start_digest(start),
-        "scores": _score_digests(config),
+        "scores": _score_digests(config.scores),
         "files": file_hashes(config),
     }
 
 
-def changed_schedule(found: Found, trainer: TrainerConfig) -> str:
+def changed_schedule(step: int, before: TrainerConfig, trainer: TrainerConfig) -> str:
     """Return a message if the resume changes the learning rates of later steps, or "".
 
     Args:
+        step: the step of the checkpoint.
+        before: the saved schedule.
         trainer: the section with the number of steps, which may depend on the number of prompts.
     """
-    with checkpoint.reading(found.directory):
-        saved = _schedule(checkpoint.read_pipeline(found.directory).run.schedule)
-        before, step = evolve(trainer, **saved), found.step
-        later = range(step, max(before.steps, trainer.steps)) if before != trainer else ()
-        if all(isclose(rate(before, each), rate(trainer, each)) for each in later):
-            return ""
-        last, old, new = rate(before, step - 1), rate(before, step), rate(trainer, step)
+    saved = _schedule(before)
+    before = evolve(trainer, **saved)
+    later = range(step, max(before.steps, trainer.steps)) if before != trainer else ()
+    if all(isclose(rate(before, each), rate(trainer, each)) for each in later):
+        return ""
+    last, old, new = rate(before, step - 1), rate(before, step), rate(trainer, step)
     keys = [
         f"trainer.{key}: {shown(a)} -> {shown(b)}" for key, a, b in differences(saved, _schedule(trainer))
     ]
@@ -474,19 +466,6 @@ def _schedule(trainer: TrainerConfig) -> dict[str, Any]:
 def _fixed(config: Config) -> dict[str, Any]:
     section, table = model_section(config), as_table(config)
     return {key: _at(table, key) for key in (*FIXED, *(section.fixed if section else ()))}
-
-
-def _check_start(run: RunDirectory, before: str, config: Config, host: PluginHost) -> None:
-    """Reject other base weights under adapters, or as a score of a loss."""
-    scores = making.scores_of(config, making.loss(config.loss, host))
-    if model_section(config) is not None:
-        why = "to which its adapters belong"
-    elif any(score.weights == "start" for score in scores.values()):
-        why = "with which its loss compares the policy"
-    else:
-        return
-    made = (run.model / "config.json").exists()
-    model_sources.check_start(run.path, before, run.model if made else directory_here(config.model.path), why)
 
 
 def _check_dtype(path: Path, held: Published | None, before: Config, config: Config) -> None:
@@ -516,12 +495,20 @@ def check_held(path: Path, before: Published | None, now: Published | None) -> N
         before.check((name, dtype, total) for name, dtype, total in known if total is not None)
 
 
-def _check_states(directory: Path, parts: Parts) -> None:
-    """Raise CheckpointError for a state of a loader, a sampler or a strategy with wrong types."""
-    config, validation = parts.config, parts.config.validation
+def _check_saved(run: Launch, directory: Path, state: SavedPipeline) -> None:
+    """Reject other base weights under adapters, or as a score of a loss.
+
+    Raises CheckpointError for a state of a loader, a sampler or a strategy with wrong types.
+    """
+    parts, config, validation = run.parts, run.parts.config, run.parts.config.validation
+    of_loss = any(score.weights == "start" for score in parts.scores.values())
+    if (adapters := model_section(config) is not None) or of_loss:
+        why = "to which its adapters belong" if adapters else "with which its loss compares the policy"
+        made = (run.directory.model / "config.json").exists()
+        start = run.directory.model if made else directory_here(config.model.path)
+        model_sources.check_start(run.directory.path, state.run.start, start, why)
     with checkpoint.reading(directory):
         checkpoint.read_loaders(directory)
-        state = checkpoint.read_pipeline(directory)
         if state.sampler_name == config.sampler.name:
             load_plugin_state(parts.sampler, f"sampler {config.sampler.name!r}", state.sampler)
         for name, (strategy, saved) in state.validation.items():
@@ -548,7 +535,7 @@ def _warnings(path: Path, saved: SavedRun, config: Config) -> Iterator[str]:
             f"warning: {path} was written by grpo-core {saved.grpo_core}, this is {__version__}: its next "
             "steps may differ from an uninterrupted run"
         )
-    was, now = saved.scores, _score_digests(config)
+    was, now = saved.scores, _score_digests(config.scores)
     for name in sorted(was.keys() & now.keys()):
         if was[name] != now[name]:
             model = f"{config.scores[name].weights} of scores.{name}"
@@ -566,11 +553,11 @@ def _at(table: Any, key: str) -> Any:
     return table
 
 
-def _score_digests(config: Config) -> dict[str, str]:
+def _score_digests(scores: Mapping[str, ScoreConfig]) -> dict[str, str]:
     """Return the digests of the models that score, by the names of the scores."""
     return {
         name: model_sources.start_digest(directory_here(score.model))
-        for name, score in config.scores.items()
+        for name, score in scores.items()
         if score.model
     }
 

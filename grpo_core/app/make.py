@@ -23,6 +23,7 @@ from grpo_core.app.making import Parts
 from grpo_core.app.model_sources import StartModelSource, model_source, scoring_model
 from grpo_core.config import TRUNCATIONS, Config, EnvironmentConfig, TaskConfig, ValidationConfig
 from grpo_core.config.idle import CLUSTER, MEASURED, WEIGHING, idle_keys
+from grpo_core.config.run import needed_scores
 from grpo_core.contracts.errors import ConfigError, PluginError, did_you_mean, plugin_errors, wrong_input
 from grpo_core.contracts.hookspecs import TrainerOffer
 from grpo_core.contracts.loss import score_names
@@ -31,6 +32,7 @@ from grpo_core.data.samplers import plugin_state
 from grpo_core.loop.endings import Goal
 from grpo_core.loop.metrics import COMPARED, names_of_tasks
 from grpo_core.loop.schedule import rate
+from grpo_core.loop.versions import Interval
 from grpo_core.models.files import ADAPTERS, chat_template, check_path
 from grpo_core.plugins.configured import model_section
 from grpo_core.plugins.host import Kind, PluginHost
@@ -104,8 +106,9 @@ def _make(parts: Parts) -> None:
 
     parts.loss = making.loss(config.loss, host)
     parts.remarks = making.remarks_about(parts.loss, config.trainer, config.pipeline)
-    parts.scores = making.scores_of(config, parts.loss)
+    parts.scores = needed_scores(config.scores, parts.loss.needs)
     _check_scores(parts)
+    parts.learning = making.learning(config, parts.loss, host)
     if (section := model_section(config)) is not None:
         section.check(config)
     if config.model.attention and config.trainer.packing is True:
@@ -115,10 +118,9 @@ def _make(parts: Parts) -> None:
         )
     for step in (0, config.trainer.steps):  # a failing function of a file is an error now
         rate(config.trainer, step)
-    _check_best(config)
+    best_interval(config)
     _check_goal(config)
     _check_idle(config, host, remote=placement.remote)
-    making.shaping_of(config, host)
 
     parts.strategies = strategies = {}
     for name in ("", *validation.sets):
@@ -207,11 +209,11 @@ def _check_scores(parts: Parts) -> None:
             raise ConfigError("a score by adapters needs the package peft: pip install 'grpo-core[lora]'")
 
 
-def _check_best(config: Config) -> None:
-    """Raise ConfigError if no checkpoint could be the best."""
+def best_interval(config: Config) -> Interval:
+    """Return when checkpoints are compared; raise ConfigError if none could be the best."""
     best = config.checkpoint.best.removeprefix("-")
     if not best:
-        return
+        return Interval()
     key, every = interval_of(best, config, "checkpoint.best")
     if not every or not config.checkpoint.every:
         raise ConfigError(
@@ -231,6 +233,7 @@ def _check_best(config: Config) -> None:
             f"{config.checkpoint.every} and {key} is {every}; "
             "make one of them a multiple of the other"
         )
+    return Interval(every)
 
 
 def _check_goal(config: Config) -> None:
@@ -298,8 +301,10 @@ def _check_strategy(strategy: ValidationStrategy, of_set: str, validation: Valid
     own, chosen = (validation.sets[of_set], validation.of_set(of_set)) if of_set else (None, validation)
     section = f"validation.sets.{of_set}" if of_set else "validation"
     plugin_state(strategy, f"validation strategy {chosen.name!r}")
-    keys = {} if validation.sets and own is None else _truncations(chosen)
-    keys = {key: value for key, value in keys.items() if own is None or getattr(own, key) is not None}
+    usual = ValidationConfig()
+    keys = {key: value for key in TRUNCATIONS if (value := getattr(chosen, key)) != getattr(usual, key)}
+    if own is not None or validation.sets:
+        keys = {key: value for key, value in keys.items() if getattr(own, key, None) is not None}
     if keys and getattr(strategy, "temperature", None) == 0:
         key, value = next(iter(keys.items()))
         raise ConfigError(
@@ -307,12 +312,6 @@ def _check_strategy(strategy: ValidationStrategy, of_set: str, validation: Valid
             'takes the likeliest token: choose a strategy that samples, such as "pipelined", or leave out '
             f"{key}"
         )
-
-
-def _truncations(validation: ValidationConfig) -> dict[str, float]:
-    """Return the keys that truncate a validation's sampling distribution."""
-    usual = ValidationConfig()
-    return {key: value for key in TRUNCATIONS if (value := getattr(validation, key)) != getattr(usual, key)}
 
 
 def _check_idle(config: Config, host: PluginHost, *, remote: bool) -> None:

@@ -32,7 +32,6 @@ from grpo_core.contracts.records import EngineSetup, Group, Prompt, Rollout, Wei
 from grpo_core.data.loaders import LookAhead
 from grpo_core.data.samplers import FunctionSampler, draws_itself
 from grpo_core.engines.addresses import is_loopback
-from grpo_core.engines.wrapped import LimitedEngine
 from grpo_core.environments.budget import ErrorBudget, failures_of_calls
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.loop.agreement import Tolerance
@@ -95,6 +94,7 @@ class Parts:
     """Remarks about the loss."""
     scores: Mapping[str, ScoreConfig] = field(init=False)
     """The scores that the loss needs, by name."""
+    learning: Learning = field(init=False)
     strategies: Mapping[str, protocols.ValidationStrategy] = field(init=False)
     """The strategies of ``[validation]``, whose key is "", and of each set."""
     trainer_here: TrainerConfig | None = field(init=False)
@@ -195,48 +195,6 @@ def engine_setup(
     )
 
 
-def engine(
-    section: EngineConfig,
-    setup: EngineSetup,
-    plugins: PluginHost,
-    placement: Placement,
-    *,
-    tolerance: Tolerance,
-    env_vars: Sequence[Mapping[str, str]] = (),
-) -> protocols.Engine:
-    """Make the engine of a section, or its pool of engines, not yet started.
-
-    Args:
-        section: of the engine.
-        setup: setup of a single engine; a pool divides its threads.
-        plugins: have the pool.
-        placement: makes the engines.
-        tolerance: of the pool's canary.
-        env_vars: environment variables of each engine's process, by number.
-    """
-    section = evolve(section, workers=workers_of(section, plugins))
-    variables = [{**plugins.variables(), **each} for each in env_vars or [{}]]
-
-    def one(number: int, setup: EngineSetup) -> protocols.Engine:
-        """Make the engine with this number; further engines share the places of the first."""
-        setup = evolve(setup, env_vars=variables[number % len(variables)])
-        engine = placement.engine(number, section, setup)
-        return LimitedEngine(engine, section.max_requests) if section.max_requests else engine
-
-    def member(number: int) -> protocols.Engine:
-        """Make an engine of the pool, with its share of the cores, and its own directory for logs."""
-        threads = section.threads or max(1, setup.threads // section.workers)
-        logs = f"{setup.log_directory}/engine-{number}" if setup.log_directory else None
-        return one(number, evolve(setup, number=number, threads=threads, log_directory=logs))
-
-    if section.workers == 1 and not placement.pooled:
-        return one(0, setup)
-    pool: protocols.Engine = plugins.factory("engine", plugins.the_one("engine", "pools_engines"))(
-        member, section.workers, tolerance=tolerance, deadline=section.deadline, hold=placement.retain()
-    )
-    return pool
-
-
 def engines(
     parts: Parts, devices: Devices, model: str, logs: Path | None = None
 ) -> dict[str, protocols.Engine]:
@@ -253,15 +211,15 @@ def engines(
         with_training = parts.trains and (config.pipeline.max_staleness > 0 or key != "engine")
         own = logs / "validation" if logs and key != "engine" else logs
         setup = engine_setup(config, section, model, logs=own, colocated=with_training, trains=parts.trains)
-        made[key] = engine(
-            section,
-            evolve(setup, shares_gpu=key in devices.shared),
-            parts.plugins,
-            parts.placement,
-            tolerance=canary_tolerance(config.health, section),
-            env_vars=devices.engines.get(key, ()),
+        variables = [{**parts.plugins.variables(), **each} for each in devices.engines.get(key) or [{}]]
+        made[key] = parts.keep(
+            parts.placement.engine(
+                evolve(section, workers=workers_of(section, parts.plugins)),
+                evolve(setup, shares_gpu=key in devices.shared),
+                variables,
+                canary_tolerance(config.health, section),
+            )
         )
-        parts.keep(made[key])
     return made
 
 
@@ -414,11 +372,6 @@ def remarks_about(loss: Bound[Any, Any], trainer: TrainerConfig, pipeline: Pipel
     return remarks_of(loss.function, loss.options, setting)
 
 
-def scores_of(config: Config, loss: Bound[Any, Any]) -> dict[str, ScoreConfig]:
-    """Return the scores that the loss needs, by name."""
-    return needed_scores(config.scores, loss.needs)
-
-
 def sampler(config: Config, plugins: PluginHost) -> protocols.Sampler:
     """Make the sampler; factories with these parameters get ``seed`` and the tasks' ``weights``."""
     chosen = config.sampler
@@ -480,25 +433,25 @@ def dynamic_sampling(config: Config, plugins: PluginHost) -> DynamicSampling | N
     )
 
 
-def learning(config: Config, plugins: PluginHost) -> Learning:
+def learning(config: Config, loss: Bound[Any, Any], plugins: PluginHost) -> Learning:
     """Make the advantages, clipped as their section sets, the hints and the filters."""
-    bound, section, chosen = loss(config.loss, plugins), config.rollout, config.advantage
+    section, chosen = config.rollout, config.advantage
     advantages: protocols.AdvantageFunction = plugins.function("advantage", chosen.name, **chosen.options)
     if chosen.clip_low is not None or chosen.clip_high is not None:
         advantages = Clipped(advantages, chosen.clip_low, chosen.clip_high)
     hints = Hints(
-        choose=hints_of(bound.function, bound.options),
-        who=str(bound),
+        choose=hints_of(loss.function, loss.options),
+        who=str(loss),
         place=section.hint_place,
         max_tokens=section.max_hint_tokens,
     )
     return Learning(
         advantages=advantages,
-        all_rows=config.loss.all_rows or "all_rows" in bound.needs,
+        all_rows=config.loss.all_rows or "all_rows" in loss.needs,
         shaping=shaping_of(config, plugins),
         dynamic=dynamic_sampling(config, plugins),
-        hints=hints if any(score.hint for score in scores_of(config, bound).values()) else None,
-        needs_hints="hints" in bound.needs,
+        hints=hints if any(each.hint for each in needed_scores(config.scores, loss.needs).values()) else None,
+        needs_hints="hints" in loss.needs,
     )
 
 
@@ -663,34 +616,40 @@ def intervals(config: ValidationConfig) -> list[Interval]:
     return [Interval(section.every, section.at_start) for section in each]
 
 
-def check_loaders(config: Config, loaders: Mapping[str, LookAhead], sampler: protocols.Sampler) -> None:
-    """Raise ConfigError for streams if the number of prompts must be known."""
+def check_loaders(
+    epochs: float, loaders: Mapping[str, LookAhead], sampler: protocols.Sampler, name: str
+) -> None:
+    """Raise ConfigError for streams if the number of prompts must be known.
+
+    Args:
+        epochs: of the trainer.
+        loaders: of all tasks.
+        sampler: of the run.
+        name: of the sampler.
+    """
     streams = [loader for loader in loaders.values() if loader.size is None]
     if not streams:
         return
     who = f"{streams[0].who} is a stream with an unknown number of prompts"
-    if config.trainer.epochs:
-        raise ConfigError(
-            f"{who}, and trainer.epochs = {config.trainer.epochs:g} needs it: set trainer.steps instead"
-        )
+    if epochs:
+        raise ConfigError(f"{who}, and trainer.epochs = {epochs:g} needs it: set trainer.steps instead")
     if getattr(sampler, "needs_places", False):
         raise ConfigError(
-            f"{who}, and the sampler {config.sampler.name!r} selects prompts by index: "
+            f"{who}, and the sampler {name!r} selects prompts by index: "
             "choose a sampler that only takes the next prompts, such as mix, or let the dataloader return a "
             "sequence"
         )
 
 
-def with_steps(config: Config, sizes: Mapping[str, int]) -> Config:
-    """Return the configuration with the number of steps for ``trainer.epochs``.
+def with_steps(trainer: TrainerConfig, sizes: Mapping[str, int]) -> TrainerConfig:
+    """Return the section with the number of steps for ``trainer.epochs``.
 
     ``sizes``: number of training prompts by task.
     """
-    if not config.trainer.epochs:
-        return config
-    drawn = config.trainer.epochs * sum(sizes.values())
-    steps = max(1, math.ceil(drawn / config.trainer.prompts_per_step))
-    return evolve(config, trainer=evolve(config.trainer, steps=steps))
+    if not trainer.epochs:
+        return trainer
+    steps = math.ceil(trainer.epochs * sum(sizes.values()) / trainer.prompts_per_step)
+    return evolve(trainer, steps=max(1, steps))
 
 
 def check_lengths(config: RolloutConfig, positions: int) -> None:

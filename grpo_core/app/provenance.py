@@ -41,17 +41,12 @@ def with_absolute_paths(config: Config, host: PluginHost, directory: str = "") -
 
     Paths in options count from ``directory``, by default the working directory.
     """
-    found = located(config, host, directory)
-    scores = {
-        name: evolve(score, weights=_existing(scoring_model(name, score.model))) if score.model else score
-        for name, score in config.scores.items()
-    }
-    return evolve(found, scores=scores, directory=found.directory and absolute(found.directory))
-
-
-def located(config: Config, host: PluginHost, directory: str = "") -> Config:
-    """Return the configuration with these paths absolute, except those of the models of scores."""
     found = build([_absolute(as_table(config))], host.sections)
+    scores = dict(found.scores)
+    for name, score in scores.items():
+        if score.model:
+            with suppress(GrpoError):  # reported when it is made
+                scores[name] = evolve(score, weights=_existing(scoring_model(name, score.model)))
     tasks = [*found.tasks.values(), *found.validation.environments(found.validation.sets).values()]
     elsewhere = {task.env for task in tasks if task.python or found.environment.python}
     choices = list(found.choices())
@@ -70,8 +65,8 @@ def located(config: Config, host: PluginHost, directory: str = "") -> Config:
             else:
                 options.update(with_paths(selected.load(), options, directory, str))
     if host.offers("model", config.model.path):
-        return evolve(found, model=evolve(found.model, path=config.model.path))
-    return found
+        found = evolve(found, model=evolve(found.model, path=config.model.path))
+    return evolve(found, scores=scores, directory=found.directory and absolute(found.directory))
 
 
 def _environments(value: Any, host: PluginHost) -> Iterator[tuple[str, str, dict[str, Any]]]:

@@ -156,11 +156,7 @@ async def start_session(
             engine = PlayingText(hosted, renderer)
             stack.push_async_callback(engine.aclose)
         else:
-            start = model_sources.StartModel(path=str(target.model))
-            if target.model is None:
-                start = await _start_model(parts, tasks, stack, status)
-            parts.config = model_sources.with_max_tokens(parts.config, start.max_tokens)
-            engine, renderer = await _start_engine(parts, target, Path(start.path), stack, status)
+            engine, renderer = await _start_engine(parts, target, tasks, stack, status)
         yield Session(
             config=parts.config,
             engine=engine,
@@ -173,15 +169,40 @@ async def start_session(
 async def _start_engine(
     parts: Parts,
     target: model_sources.EvalTarget,
-    path: Path,
+    tasks: Tasks,
     stack: contextlib.AsyncExitStack,
     status: Callable[[str], None],
 ) -> tuple[Engine, protocols.Renderer]:
-    """Start an engine with the weights of the target; it ends with the stack."""
+    """Start an engine with the weights of the target, which ends with the stack.
+
+    The model that training would start from is made if necessary, and removed with the stack.
+    """
+    from grpo_core.processes import cpu
     from grpo_core.training.building import saved_tensors
     from grpo_core.weights.shm import SharedMemoryWriter
 
-    config, (section,) = parts.config, parts.engines.values()
+    config = parts.config
+    start = model_sources.StartModel(path=str(target.model))
+    if target.model is None:
+        request = model_sources.ModelRequest(
+            directory=Path(stack.enter_context(scratch_directory())) / "model",
+            prompts=partial(tasks.prompts, "train"),
+            environments=tasks.environments,
+            seed=config.seed,
+            status=lambda message, part=None: status(message),
+        )
+        start = await parts.model.start_model(request)
+        if (make := start.prepare) is not None:
+            status(start.doing)
+            threads = thread_count(config.trainer.threads, config.pipeline.max_staleness > 0)  # as training
+
+            def prepare() -> None:
+                cpu.prepare(threads)
+                make()
+
+            await asyncio.to_thread(prepare)
+    parts.config = config = model_sources.with_max_tokens(config, start.max_tokens)
+    path, (section,) = Path(start.path), parts.engines.values()
     for _, odd in await preflight(config, parts.plugins, model=path):
         status(f"warning: {odd}")
     devices = await asyncio.to_thread(parts.placement.devices, None, parts.engines)  # may import torch
@@ -198,37 +219,6 @@ async def _start_engine(
         record.check((info.name, info.dtype, info.checksum) for info in weights.tensors)
     await engine.update_weights(weights)
     return engine, renderer
-
-
-async def _start_model(
-    parts: Parts, tasks: Tasks, stack: contextlib.AsyncExitStack, status: Callable[[str], None]
-) -> model_sources.StartModel:
-    """Return the initial model, which is made if necessary; a made one is removed with the stack."""
-    from grpo_core.processes import cpu
-
-    config, scratch = parts.config, stack.enter_context(scratch_directory())
-
-    def show(message: str, part: float | None = None) -> None:
-        status(message)
-
-    request = model_sources.ModelRequest(
-        directory=Path(scratch) / "model",
-        prompts=partial(tasks.prompts, "train"),
-        environments=tasks.environments,
-        seed=config.seed,
-        status=show,
-    )
-    start = await parts.model.start_model(request)
-    if (make := start.prepare) is not None:
-        status(start.doing)
-        threads = thread_count(config.trainer.threads, config.pipeline.max_staleness > 0)  # like the trainer
-
-        def prepare() -> None:
-            cpu.prepare(threads)
-            make()
-
-        await asyncio.to_thread(prepare)
-    return start
 
 
 @frozen(kw_only=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from attrs import field, frozen
 
-from grpo_core.app.data import TaskData, check_data
+from grpo_core.app.data import Converting, TaskData, check_data
 from grpo_core.config import EnvironmentConfig, TaskConfig, build, structured
 from grpo_core.contracts.errors import PluginError
 from grpo_core.contracts.records import Prompt
@@ -55,37 +55,21 @@ class SourcedProcess(EnvironmentProcess):
         host = PluginHost.of(named.get("plugins", PluginSelection()))
         if self._has_data:
             check_data("data", self.task, data, host)
-        self._data = TaskData.of(self.task, data, host, _Own(self))
+        own = SimpleNamespace(prompts=super().prompts, convert=self.convert)
+        self._data = TaskData.of(self.task, data, host, cast(Converting, own))
 
     async def prompts(self, split: str) -> list[Prompt]:
         """Return the prompts of a split.  Raises PluginError, ConfigError."""
         if not self._has_data:
-            return await self.own(split)
+            return await super().prompts(split)
         if split == "train":
             return list(await self._data.prompts(split, FIRST))
         if (found := await self._data.held_out_rows(FIRST)) is not None:
             return list(found)
         with contextlib.suppress(PluginError):  # it has no prompts itself
-            return await self.own(split)
+            return await super().prompts(split)
         return []
-
-    async def own(self, split: str) -> list[Prompt]:
-        """Return the environment's own prompts.  Raises PluginError."""
-        return await super().prompts(split)
 
     async def aclose(self) -> None:
         self._data.close()
         await super().aclose()
-
-
-@frozen
-class _Own:
-    """The environment itself, without the data of its task."""
-
-    process: SourcedProcess
-
-    async def prompts(self, split: str) -> list[Prompt]:
-        return await self.process.own(split)
-
-    async def convert(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt] | None:
-        return await self.process.convert(rows)

@@ -7,6 +7,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from attrs import evolve, frozen
@@ -15,7 +16,7 @@ from grpo_core.app import making
 from grpo_core.app.data import TaskData
 from grpo_core.app.make import of_task
 from grpo_core.app.placement import Placement
-from grpo_core.config import Config, TaskConfig, ValidationConfig
+from grpo_core.config import Config, EnvironmentConfig, TaskConfig, ValidationConfig
 from grpo_core.contracts.errors import ConfigError, PluginError, SelectionError, plugin_errors
 from grpo_core.contracts.playing import Player, PlayerSetup
 from grpo_core.contracts.records import Prompt
@@ -73,9 +74,12 @@ class Tasks:
         workers += config.engine.workers + (config.environment.workers or 1) * len(every)
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(placement.connected(workers))
+            compared = making.of_reward(config, host)
             files = {name: logs / f"environment-{name}.log" if logs else None for name in every}
             environments = {
-                name: make_environment(name, task, config, host, placement, files[name])
+                name: make_environment(
+                    name, task, config.environment, host, placement, log=files[name], parts=compared
+                )
                 for name, task in every.items()
             }
             stack.push_async_callback(
@@ -149,14 +153,17 @@ class Tasks:
         self, validation: ValidationConfig, sets: Collection[str], tasks: Collection[str]
     ) -> list[HeldOut]:
         """Return the held-out prompts of these tasks, if there are any, and of these sets."""
-        of_tasks = await self.prompts("validation", validation.prompts, tasks)
-        plain = HeldOut(
-            config=validation,
-            prompts=of_tasks,
-            environments=self.environments,
-            of={name: known_of(found) for name, found in of_tasks.items()},
-            seed=self.seed,
-        )
+
+        def part(
+            name: str,
+            config: ValidationConfig,
+            prompts: Mapping[str, Sequence[Prompt]],
+            environments: Mapping[str, EnvironmentPool],
+        ) -> HeldOut:
+            known = {task: known_of(found) for task, found in prompts.items()}
+            return HeldOut(
+                name=name, config=config, prompts=prompts, environments=environments, of=known, seed=self.seed
+            )
 
         async def of_set(name: str) -> HeldOut:
             """Return the prompts of a set; prompts of a task get the set's name."""
@@ -165,30 +172,27 @@ class Tasks:
             found = await self.data[task or name].prompts("validation", config.prompts)
             if not found:
                 raise ConfigError(f"validation.sets.{name}: there are no prompts for validation")
-            part = HeldOut(
-                name=name,
-                config=config,
-                prompts={name: found},
-                environments={name: environment},
-                of={name: known_of(found)},
-                seed=self.seed,
-            )
-            prompts = [evolve(prompt, environment=name) for prompt in part.measured()[name]]
-            return evolve(part, prompts={name: prompts})
+            own = part(name, config, {name: found}, {name: environment})
+            prompts = [evolve(prompt, environment=name) for prompt in own.measured()[name]]
+            return evolve(own, prompts={name: prompts})
 
+        plain = part(
+            "", validation, await self.prompts("validation", validation.prompts, tasks), self.environments
+        )
         return [*([plain] if tasks else []), *await gather(map(of_set, sets))]
 
 
 def make_environment(
     name: str,
     task: TaskConfig,
-    config: Config,
+    chosen: EnvironmentConfig,
     host: PluginHost,
     placement: Placement,
+    *,
     log: Path | None = None,
+    parts: Mapping[str, str] = MappingProxyType({}),
 ) -> EnvironmentPool:
-    """Make the workers of a task's environment, not yet started."""
-    chosen = config.environment
+    """Make the workers of a task's environment, not yet started; ``parts``: as ``of_reward`` returns them."""
     own = of_task(chosen, task)
     here = not placement.pooled  # on a cluster, the workers that it has room for are known at the start
     count = chosen.workers or (AGENT_PROCESSES if here and not host.of_program(task.env) else 1)
@@ -201,7 +205,7 @@ def make_environment(
         on_demand=here,
         name=name,
         success=task.success,
-        parts=making.of_reward(config, host),
+        parts=parts,
     )
 
 

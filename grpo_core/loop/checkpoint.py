@@ -504,12 +504,6 @@ def restore_validation(directory: Path, validation: Stateful) -> list[str]:
         return validation.load_state_dict(read_pipeline(directory).validation)
 
 
-def validated_version(found: Found) -> int:
-    """Return the newest version validated before a checkpoint, or a newer number."""
-    with reading(found.directory):
-        return read_pipeline(found.directory).measured
-
-
 def restore(
     directory: Path,
     buffer: Buffer[Prompt, Group],

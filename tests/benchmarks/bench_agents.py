@@ -37,7 +37,7 @@ from attrs import evolve
 
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.tasks import make_environment
-from grpo_core.config import Config, EnvironmentConfig, TaskConfig
+from grpo_core.config import EnvironmentConfig, TaskConfig
 from grpo_core.contracts.playing import Play, PlayerSetup
 from grpo_core.contracts.records import Completion, GenerationRequest, Limits, Prompt, Weights
 from grpo_core.contracts.tokens import Tokens
@@ -183,7 +183,7 @@ async def rollouts_a_minute(line: str, seconds: float) -> float:
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "agent.py").write_text(line + AGENT)
         task, config = TaskConfig(env=f"{directory}/agent.py"), EnvironmentConfig()
-        pool = make_environment("task", task, Config(environment=config), host, LocalPlacement(host))
+        pool = make_environment("task", task, config, host, LocalPlacement(host))
         server = pool.player = AgentServer(PlayerSetup())
         await server.start()
         await pool.start()

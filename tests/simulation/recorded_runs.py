@@ -186,9 +186,8 @@ class _Run:
         parts, chosen = Parts(config, _host()), config.validation
         parts.sampler = making.sampler(config, _host())
         parts.strategies = {"": _host().make("validation_strategy", chosen.name, **chosen.options)}
-        parts.remarks = making.remarks_about(
-            making.loss(config.loss, _host()), config.trainer, config.pipeline
-        )
+        loss = making.loss(config.loss, _host())
+        parts.remarks = making.remarks_about(loss, config.trainer, config.pipeline)
         stream = PromptStream(sampler=parts.sampler, loaders=loaders, name=config.sampler.name)
         engine = self._engine(tables)
         validation = making.validation(
@@ -199,7 +198,7 @@ class _Run:
             prompts=stream,
             engine=engine,
             playing=making.playing(parts, environments, renderer),
-            learning=making.learning(config, _host()),
+            learning=making.learning(config, loss, _host()),
             trainer=Learner(world, tables, config, seed=config.seed),
             checks=evolve(making.checks(parts, environments, prompts, renderer), tolerance=Tolerance()),
             schedule=making.schedule(config),

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from attrs import asdict, define, evolve, field, frozen
+from pooled import statistics
 
 from grpo_core.app import making
 from grpo_core.config import EnvironmentConfig, ValidationConfig
@@ -410,7 +411,7 @@ class Simulation:
             self._broken(f"deadlock: {deadlock}")
             return "deadlock"
         except GrpoError as error:
-            given_up = self._pool is not None and self._pool.statistics().given_up
+            given_up = self._pool is not None and statistics(self._pool).given_up
             if not (self._dice.fatal or self._dice.doubtful or given_up):
                 self._broken(f"failed without reason: {type(error).__name__}: {error}")
             return f"failed: {type(error).__name__}: {error}".split("\n")[0]
@@ -540,7 +541,7 @@ class Simulation:
         )
         if found is not None:
             checkpoint.restore(found.directory, buffer, loaders, stream)
-        self._measured = -1 if found is None else checkpoint.validated_version(found)
+        self._measured = -1 if found is None else checkpoint.read_pipeline(found.directory).measured
         self.truth.carried = {slot.id for slot, _ in buffer.state_dict()["ready"]}
 
         async def save(step: int, failure: Failure | None) -> Written:

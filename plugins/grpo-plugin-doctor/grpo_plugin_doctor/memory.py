@@ -22,6 +22,7 @@ from grpo_core.app import making
 from grpo_core.app import placement as gpu_choice
 from grpo_core.app.model_sources import scoring_model
 from grpo_core.config import EngineConfig, build, parse_settings
+from grpo_core.config.run import needed_scores
 from grpo_core.kit import Config, PluginHost, as_table, files
 from grpo_core.plugins.transports import find_transport
 from grpo_core.training import memory as sizes
@@ -226,12 +227,14 @@ def certain_parts(case: Case) -> list[ProcessMemory]:
     ranks = making.ranks_of(config, case.host)
     on_gpus = {} if placement.remote else engines
     count = len(case.gpus) or gpu_choice.visible()
-    joined = gpu_choice.joined_to_trainer(on_gpus, case.host)
-    devices = gpu_choice.choose(config.trainer if case.trains_here else None, on_gpus, count, joined, ranks)
+    local = case.host.make("placement", "local", case.host)
+    devices = local.choose(config.trainer if case.trains_here else None, on_gpus, count, ranks)
 
     def seen(variables: Mapping[str, str]) -> tuple[int, ...]:
         """Return the indices of the known GPUs visible to a process with these environment variables."""
-        return tuple(gpu for gpu in gpu_choice.gpus_seen(variables, count) if gpu < len(case.gpus))
+        shown = variables.get("CUDA_VISIBLE_DEVICES")
+        seen = range(count) if shown is None else map(gpu_choice.names(count).index, shown.split(","))
+        return tuple(gpu for gpu in seen if gpu < len(case.gpus))
 
     dtype = files.published_dtype(_computed(case), making.engine_dtype(config.engine))
     parameters = sum(map(prod, case.shapes.values()))
@@ -268,7 +271,7 @@ def _trainer_parts(
     """
     config, device, lora = case.config, case.device, case.lora
     parameters, trained = (sum(map(prod, shapes.values())) for shapes in (case.shapes, case.trained))
-    scores = making.scores_of(config, making.loss(config.loss, case.host))
+    scores = needed_scores(config.scores, making.loss(config.loss, case.host).needs)
 
     def scoring(name: str) -> int:
         """Return the bytes of a model that scores; 0 if it is not here."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from attrs import evolve
 
 from grpo_core import ConfigError, Engine, EngineSetup
-from grpo_core.app.placement import Retain
 from grpo_core.config import EngineConfig, TrainerConfig
+from grpo_core.engines.wrapped import LimitedEngine
 from grpo_core.kit import Devices, EnvironmentSpec, EnvironmentWorker, PluginHost
+from grpo_core.loop.agreement import Tolerance
 from grpo_core.processes import interpreters
 from grpo_plugin_ray.cluster import PluginRequirement, connected
 from grpo_plugin_ray.engines import RayEngine, Store, WorkerSetup
@@ -90,13 +94,27 @@ class RayPlacement:
             told=f"Ray has reserved GPU {self._reservation.gpu} of this machine for the trainer",
         )
 
-    def engine(self, number: int, config: EngineConfig, setup: EngineSetup) -> Engine:
+    def engine(
+        self,
+        config: EngineConfig,
+        setup: EngineSetup,
+        env_vars: Sequence[Mapping[str, str]],
+        tolerance: Tolerance,
+    ) -> Engine:
+        """Make a pool, also for one engine: it can be lost with its machine."""
+        name = self._plugins.the_one("engine", "pools_engines")
+        pool = self._plugins.factory("engine", name)
+        return cast(Engine, pool(self._one, config, setup, env_vars, tolerance, self._store.hold))
+
+    def _one(
+        self, config: EngineConfig, setup: EngineSetup, env_vars: Sequence[Mapping[str, str]], _: Tolerance
+    ) -> Engine:
         directory = self._plugins.selection.directory
-        return RayEngine(
-            f"engine {number}",
+        engine = RayEngine(
+            f"engine {setup.number}",
             WorkerSetup(
                 origin=PluginRequirement.of(self._plugins.find("engine", config.name), directory),
-                setup=setup,
+                setup=evolve(setup, env_vars=env_vars[0]),
                 options=config.options,
                 env_vars=({} if config.gpus_per_worker else NO_GPU)
                 | interpreters.from_here(config.env_vars, "engine.env_vars"),
@@ -108,9 +126,7 @@ class RayPlacement:
                 "scheduling_strategy": STRATEGIES[config.placement],
             },
         )
-
-    def retain(self) -> Retain:
-        return self._store.hold
+        return LimitedEngine(engine, config.max_requests) if config.max_requests else engine
 
     def environment(self, number: int, spec: EnvironmentSpec) -> EnvironmentWorker:
         directory = self._plugins.selection.directory

@@ -22,6 +22,7 @@ import torch
 from bare import bare_venv
 from killing import GRPO, Run, left_after
 from measured import MEASURED
+from pooled import statistics
 
 pytest.importorskip("grpo_plugin_ray")
 
@@ -189,7 +190,7 @@ def test_weights_are_sent_to_workers_that_come_late(ray, tmp_path):
         pool.join()
         await asyncio.sleep(0)
         await pool.update_weights(late)
-        await asyncio.wait_for(until(lambda: pool.statistics().serving == 3), 60)
+        await asyncio.wait_for(until(lambda: statistics(pool).serving == 3), 60)
         after = await pool.generate(groups(2))
         assert {v for c in after for v in c.versions} == {1}
         assert tokens(after) != tokens(calm)
@@ -218,8 +219,8 @@ def test_a_worker_or_its_engine_dies_and_nothing_is_lost(ray, publisher, victim,
         await pool.update_weights(publisher(1))
         assert {v for c in await pool.generate(groups(4)) for v in c.versions} == {1}
         if victim == "actor":
-            await asyncio.wait_for(until(lambda: pool.statistics().serving == 2), 60)
-            assert pool.statistics().replaced == 1
+            await asyncio.wait_for(until(lambda: statistics(pool).serving == 2), 60)
+            assert statistics(pool).replaced == 1
         told = {one.kind: one for one in incidents}
         ((kind, why),) = [(k, one.message) for k, one in told.items() if k in ("replaced", "died")]
         assert {one.component for one in incidents} == {"engine 0"}, "it has the worker's name"
@@ -269,7 +270,7 @@ def test_weights_are_put_once_and_a_late_worker_gets_them(ray, publisher):
         await pool.update_weights(publisher(0))
         publisher(9)  # the trainer's memory holds other weights now
         number = pool.join()
-        await asyncio.wait_for(until(lambda: pool.statistics().serving == 2), 60)
+        await asyncio.wait_for(until(lambda: statistics(pool).serving == 2), 60)
         late = [member for member in pool._members if member.number == number]
         answered = await late[0].engine.generate(groups(1))
         assert {v for c in answered for v in c.versions} == {0}

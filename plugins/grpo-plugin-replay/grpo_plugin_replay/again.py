@@ -10,6 +10,7 @@ from grpo_core import Run, Trainer, errors
 from grpo_core.app import making
 from grpo_core.app.model_sources import started_from
 from grpo_core.config import TrainerConfig
+from grpo_core.config.run import needed_scores
 from grpo_core.kit import Config, PluginHost, files
 from grpo_core.loop.checkpoint import fault
 from grpo_core.storage.run_directory import RunDirectory
@@ -45,7 +46,7 @@ async def trainer_again(
     start = str(started_from(RunDirectory(run), config))
     scores = {
         name: evolve(score, weights=files.local_directory(score.model)) if score.model else score
-        for name, score in making.scores_of(config, making.loss(config.loss, host)).items()
+        for name, score in needed_scores(config.scores, making.loss(config.loss, host).needs).items()
     }
     setup = evolve(
         making.trainer_setup(config, host, start, scores=scores),

@@ -10,13 +10,14 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from grpo_core import ConfigError, Engine, GrpoError, Prompt, Rollout, events
+from grpo_core import ConfigError, Engine, EngineSetup, GrpoError, Prompt, Rollout, events
 from grpo_core.app import making
 from grpo_core.app.making import Parts
 from grpo_core.contracts.playing import derive_seed
 from grpo_core.data.samplers import PromptStream
 from grpo_core.engines.wrapped import LimitedEngine
 from grpo_core.kit import Config, PluginHost, reported_to
+from grpo_core.loop.agreement import Tolerance
 from grpo_core.loop.pipeline import Checks, Pipeline
 from grpo_core.loop.rollout import RolloutRequest, play
 from grpo_core.testing import clock
@@ -159,7 +160,7 @@ def forecast(
             prompts=PromptStream(sampler=sampler, loaders=loaders, name=config.sampler.name),
             engine=engine,
             playing=evolve(making.playing(Parts(config, host), environments, renderer), seed=seed),
-            learning=making.learning(unfiltered, host),
+            learning=making.learning(unfiltered, making.loss(config.loss, host), host),
             trainer=PlannedTrainer(times.trainer, seed=seed),
             checks=Checks(observe_attempt=observe_attempt),
             schedule=evolve(making.schedule(config), time_limit=None),
@@ -190,7 +191,7 @@ def _engine(config: Config, host: PluginHost, make: Callable[[], Engine]) -> Eng
     if config.engine.workers == 1:
         return one()
     make_pool = host.find("engine", "pool").load()
-    pool: Engine = make_pool(lambda number: one(), config.engine.workers, deadline=config.engine.deadline)
+    pool: Engine = make_pool(lambda *_: one(), config.engine, EngineSetup(model=""), [{}], Tolerance())
     return pool
 
 

@@ -242,13 +242,12 @@ def reconsidered(
     groups: Sequence[Group], given: Sequence[Group], was: Config, now: Config, host: PluginHost
 ) -> Sequence[Group]:
     """Return the given groups, possibly with new rewards, with the advantages of another configuration."""
+    learnt = [making.learning(each, making.loss(each.loss, host), host) for each in (was, now)]
     before, after = (
-        (each.advantage, as_table(each).get("shaping"), making.learning(each, host).all_rows)
-        for each in (was, now)
+        (each.advantage, as_table(each).get("shaping"), learning.all_rows)
+        for each, learning in zip((was, now), learnt, strict=True)
     )
-    if before == after and given is groups:
-        return groups
-    return making.learning(now, host).with_advantages(given)
+    return groups if before == after and given is groups else learnt[1].with_advantages(given)
 
 
 # ---------------------------------------------------------------------------------- what differs

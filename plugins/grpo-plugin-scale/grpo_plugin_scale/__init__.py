@@ -16,7 +16,12 @@ def grpo_config_sections() -> Mapping[str, object]:
 
 @hookimpl
 def grpo_engines() -> Mapping[str, EngineOffer]:
-    return {"pool": EngineOffer("grpo_plugin_scale.engines.pool:EnginePool", role="pools_engines")}
+    return {"pool": EngineOffer("grpo_plugin_scale.engines.pool:pool_of", role="pools_engines")}
+
+
+@hookimpl
+def grpo_placements() -> Mapping[str, Offer]:
+    return {"local": Offer("grpo_plugin_scale.placement:ScaledPlacement", extends_core=True)}
 
 
 @hookimpl

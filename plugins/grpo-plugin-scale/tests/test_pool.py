@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pooled import statistics
 from test_pipeline import Run
 
 from grpo_core.contracts.errors import EngineError, PluginError, WeightSyncError
@@ -139,7 +140,7 @@ def test_a_group_stays_together_and_groups_go_to_the_least_loaded_member():
         by_group = [{seed // 1000 for seed in worker.seeds} for worker in world.made]
         assert [len(groups) for groups in by_group] == [3, 3, 3]
         assert sorted(g for groups in by_group for g in groups) == list(range(9)), "no group is torn apart"
-        assert pool.statistics().tokens == 0
+        assert statistics(pool).tokens == 0
         await pool.aclose()
         assert all(worker.closed for worker in world.made)
 
@@ -251,7 +252,7 @@ def test_completions_of_a_dead_member_are_kept_and_the_rest_goes_elsewhere():
         assert told[0].message == "3 of its requests are generated again: worker 0 died"
         assert set(world.finished.values()) == {1}
         await asyncio.sleep(1)
-        assert pool.statistics().serving == 2
+        assert statistics(pool).serving == 2
         assert world.of(0) is world.made[2]
         assert world.of(0).version == 0, "the new one has been given the last weights"
         assert world.incidents[0].component == "engine 0"
@@ -304,8 +305,8 @@ def test_a_member_that_never_works_is_given_up_and_the_others_continue():
             pool = EnginePool(make, 2)
         await pool.update_weights(weights(0))
         await asyncio.sleep(1)
-        statistics = pool.statistics()
-        assert (statistics.members, statistics.given_up, statistics.serving) == (1, 1, 1)
+        counted = statistics(pool)
+        assert (counted.members, counted.given_up, counted.serving) == (1, 1, 1)
         assert len([w for w in world.made if w.number == 1]) == MAX_FAILURES
         assert world.incidents[-1].kind == "given_up"
         assert len(await pool.generate(group(0))) == 4
@@ -369,7 +370,7 @@ def test_a_request_that_every_engine_refuses_is_to_blame_and_not_they():
         with pytest.raises(EngineError, match=f"failed {ATTEMPTS} times, the last time: too long"):
             await pool.generate(group(0))
         assert len(await pool.generate(group(1))) == 4
-        assert pool.statistics().replaced == 0
+        assert statistics(pool).replaced == 0
         await pool.aclose()
 
     run(story())
@@ -431,10 +432,10 @@ def test_a_call_that_is_cancelled_frees_its_members():
         await pool.update_weights(weights(0))
         call = asyncio.create_task(pool.generate(group(0) + group(1)))
         await asyncio.sleep(0.5)
-        assert pool.statistics().tokens > 0
+        assert statistics(pool).tokens > 0
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
-        assert pool.statistics().tokens == 0
+        assert statistics(pool).tokens == 0
         await pool.aclose()
 
     run(story())
@@ -537,7 +538,7 @@ def test_a_slow_member_delays_no_other_and_gets_no_request_before_it_holds_the_n
         assert {seed // 1000 for seed in slow.seeds} == {0}
         assert {v for completion in await running for v in completion.versions} == {0}, "its true version"
         await asyncio.sleep(60)
-        assert pool.statistics().serving == 2
+        assert statistics(pool).serving == 2
         await asyncio.gather(pool.generate(group(8)), pool.generate(group(9)))
         assert {seed // 1000 for seed in slow.seeds} & {8, 9}
         assert slow.version == 1
@@ -634,9 +635,9 @@ def test_a_member_that_does_not_take_weights_is_replaced_by_one_that_does():
         told = []
         with reported_to(told.append):
             await pool.update_weights(weights(1))
-        assert pool.statistics().serving == 1
+        assert statistics(pool).serving == 1
         await asyncio.sleep(10)
-        assert pool.statistics().serving == 2
+        assert statistics(pool).serving == 2
         assert world.of(1) is world.made[2]
         assert [(one.kind, one.component) for one in told] == [("late", "engine 1")]
         assert told[0].message.startswith("it does not hold version 1, 1.11 s after another member did")
@@ -680,7 +681,7 @@ def test_if_no_member_answers_new_ones_take_the_weights():
             worker.update_seconds = 1e6
         await pool.update_weights(weights(1))
         assert {v for c in await pool.generate(group(0)) for v in c.versions} == {1}
-        assert pool.statistics().replaced == 2
+        assert statistics(pool).replaced == 2
         await pool.aclose()
 
     run(story())
@@ -706,7 +707,7 @@ def test_weights_that_all_refuse_are_an_error_and_all_continue_as_they_were():
         assert now() < 10
         assert {v for c in await pool.generate(group(0)) for v in c.versions} == {0}
         await pool.update_weights(weights_without_canary(2))
-        assert (pool.statistics().serving, pool.statistics().replaced) == (2, 0)
+        assert (statistics(pool).serving, statistics(pool).replaced) == (2, 0)
         await pool.aclose()
 
     run(story())
@@ -724,7 +725,7 @@ def test_a_member_that_refuses_weights_that_another_takes_is_replaced():
         for version in (0, 1):
             await pool.update_weights(weights_without_canary(version))
         await asyncio.sleep(1)
-        assert (pool.statistics().serving, pool.statistics().replaced) == (2, 1)
+        assert (statistics(pool).serving, statistics(pool).replaced) == (2, 1)
         assert made[1].closed
         assert made[2].version == 1
         await pool.aclose()
@@ -760,7 +761,7 @@ def test_a_member_that_cannot_get_its_weights_is_reported_even_if_newer_ones_com
         await pool.update_weights(weights_without_canary(1))
         await generating
         await asyncio.sleep(2)
-        assert (pool.statistics().serving, pool.statistics().replaced) == (2, 0)
+        assert (statistics(pool).serving, statistics(pool).replaced) == (2, 0)
         await pool.aclose()
 
     with reported_to(incidents.append):
@@ -890,7 +891,7 @@ def test_whatever_happens_every_request_is_answered_once_with_its_true_versions(
         await asyncio.gather(*told.calls)
         assert set(told.world.finished.values()) <= {1}, "what is finished is not generated again"
         assert told.world.finished.keys() == told.world.asked.keys()
-        assert told.pool.statistics().tokens == 0
+        assert statistics(told.pool).tokens == 0
         await told.pool.aclose()
         assert all(worker.closed for worker in told.world.made), "none is left behind"
 
@@ -945,5 +946,5 @@ def test_the_pipeline_cannot_tell_a_pool_from_an_engine(max_staleness):
     assert done.result == "finished"
     assert sorted(map(int, done.trained)) == list(range(48))
     assert all(event.metrics["staleness_max"] <= max_staleness for event in done.of(StepEnded))
-    assert engine.pool.statistics().replaced > 3
-    assert engine.pool.statistics().given_up == 0
+    assert statistics(engine.pool).replaced > 3
+    assert statistics(engine.pool).given_up == 0

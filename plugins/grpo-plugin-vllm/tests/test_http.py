@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from attrs import evolve
+from pooled import statistics
 
 from grpo_core import (
     ConfigError,
@@ -860,7 +861,8 @@ def played_on(story, n=2, **options):
             given = {"url": [server.url for server in servers], **options}
             config = EngineConfig(name="vllm:http", options=given)
             host, setup = PluginHost.discover(["scale", "vllm"]), EngineSetup(model="m", deadline=20.0)
-            engine = making.engine(config, setup, host, LocalPlacement(host), tolerance=Tolerance())
+            placement, workers = host.make("placement", "local", host), making.workers_of(config, host)
+            engine = placement.engine(evolve(config, workers=workers), setup, [{}], Tolerance())
             stack.push_async_callback(engine.aclose)
             await engine.update_weights(weights(1))
             await story(engine, servers)
@@ -923,7 +925,7 @@ def test_what_a_server_that_dies_has_not_answered_goes_to_another_and_it_is_wait
         assert {version for each in await engine.generate(groups(2)) for version in each.versions} == {2}
         dying.version, dying.gate = "default", None
         async with dying:
-            await until(lambda: engine.statistics().serving == 2)
+            await until(lambda: statistics(engine).serving == 2)
             assert dying.version == "2", "it is given what it has missed"
             before = len(dying.calls)
             await engine.generate(groups(8))

@@ -26,20 +26,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
 
-from attrs import frozen
+from attrs import evolve
 
 from grpo_core import (
     Completion,
     DeadlineExceeded,
     Engine,
     EngineError,
+    EngineSetup,
     GenerationRequest,
     Weights,
     WeightSyncError,
 )
+from grpo_core.config import EngineConfig
 from grpo_core.engines.wrapped import engine_metrics
 from grpo_core.kit import aio, report
 from grpo_core.loop.agreement import Tolerance
@@ -66,23 +68,13 @@ HOMES = 10_000
 """Number of groups with a remembered member."""
 
 
+Hold = Callable[[Weights], Awaitable[copies.WeightsLease]]
+"""Takes a lease of published weights that outlives the trainer's next publication."""
+
+
 async def as_published(weights: Weights) -> copies.WeightsLease:
     """Return a lease of the published weights themselves, valid until the trainer publishes again."""
     return copies.WeightsLease(weights=weights)
-
-
-@frozen(kw_only=True)
-class Statistics:
-    """A snapshot of a pool."""
-
-    serving: int
-    """Number of members that serve requests."""
-    members: int
-    """Number of all members, including members that start, are behind, or are being replaced."""
-    given_up: int
-    replaced: int
-    tokens: int
-    """Number of tokens of the running requests: prompts plus the limits of completions."""
 
 
 class EnginePool:
@@ -106,7 +98,7 @@ class EnginePool:
         tolerance: Tolerance = Tolerance(),  # noqa: B008 - immutable
         deadline: float = 600.0,
         lag: float = 1.0,
-        hold: Callable[[Weights], Awaitable[copies.WeightsLease]] = as_published,
+        hold: Hold = as_published,
     ) -> None:
         self._make, self._hold = make, hold
         self._tolerance, self._deadline, self._lag = tolerance, deadline, lag
@@ -241,15 +233,6 @@ class EnginePool:
         )
         return member.number
 
-    def statistics(self) -> Statistics:
-        return Statistics(
-            serving=len(self._serving()),
-            members=len(self._members),
-            given_up=len(self._given_up),
-            replaced=self._replaced,
-            tokens=sum(member.tokens for member in self._members),
-        )
-
     def _holders(self, held: copies.WeightsLease | None) -> list[Member]:
         return [member for member in self._members if member.holds is held]
 
@@ -383,3 +366,31 @@ class EnginePool:
             if not self._members:
                 raise EngineError(f"engine pool: no member is left{self._reasons()}")
             await self._changed.wait()
+
+
+def pool_of(
+    one: Callable[[EngineConfig, EngineSetup, Sequence[Mapping[str, str]], Tolerance], Engine],
+    config: EngineConfig,
+    setup: EngineSetup,
+    env_vars: Sequence[Mapping[str, str]],
+    tolerance: Tolerance,
+    hold: Hold = as_published,
+) -> EnginePool:
+    """Make the pool of a section's engines: each has its share of the cores, and a directory for its logs.
+
+    Args:
+        one: makes a single engine.
+        config: section of the engines.
+        setup: setup of a single engine.
+        env_vars: environment variables of each engine's process.
+        tolerance: of each member's canary.
+        hold: see ``EnginePool``.
+    """
+
+    def member(number: int) -> Engine:
+        threads = config.threads or max(1, setup.threads // config.workers)
+        logs = f"{setup.log_directory}/engine-{number}" if setup.log_directory else None
+        own = evolve(setup, number=number, threads=threads, log_directory=logs)
+        return one(config, own, [env_vars[number % len(env_vars)]], tolerance)
+
+    return EnginePool(member, config.workers, tolerance=tolerance, deadline=config.deadline, hold=hold)
