@@ -40,8 +40,23 @@ KINDS: dict[str, tuple[dict[str, str], list[str]]] = {
         {},
         [
             "grpo_core.__main__",
+            "grpo_core.cli",
             "grpo_core.commands.running",
             "grpo_core.commands.complaints",
+            "grpo_core.testing",
+            "grpo_plugin_audit.commands",
+            "grpo_plugin_devkit.commands",
+            "grpo_plugin_doctor.commands",
+            "grpo_plugin_replay.commands",
+            "grpo_plugin_report.commands",
+            "grpo_plugin_report.config",
+            "cyclopts.help",
+            "difflib",
+            "docstring_parser",
+            "packaging.requirements",
+            "rich._emoji_codes",
+            "rich.panel",
+            "tomli_w",
             "transformers.tokenization_utils_tokenizers",
         ],
     ),
@@ -81,7 +96,7 @@ def _folder() -> str:
 def _server(kind: str) -> str:
     """Start the process that forks; it ends with its standard input.  Returns the path of its socket."""
     (variables, modules), path = KINDS[kind], _folder() + kind
-    plugins = [entry.module for entry in metadata.entry_points(group="grpo_core") if kind == "command"]
+    plugins = [entry.module for entry in metadata.entry_points(group="grpo_core") if not variables]
     command = [sys.executable, __file__, path, *modules, *plugins]
     environ = {**_INHERITED, **variables}
     started = subprocess.Popen(
