@@ -79,8 +79,8 @@ KINDS: dict[str, tuple[dict[str, str], list[str]]] = {
     ),
 }
 """The variables of the forks of a kind, and the modules that they import."""
-EARLY = ("CUDA", "HF_", "LD_", "PYTHON", "TORCH", "TRANSFORMERS_")
-"""Beginnings of the names of variables that count at a start; the number of threads is set later."""
+EARLY = ("CUDA", "HF_", "LD_", "PYTHON", "TORCH_", "TRANSFORMERS_")
+"""Beginnings of the names of variables that count at a start; torch sets others itself."""
 _INHERITED = dict(os.environ)
 
 

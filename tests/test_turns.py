@@ -646,7 +646,8 @@ def test_a_session_that_cannot_be_opened_is_unscored_and_is_not_closed():
     environment = Counters("open")
     (rollout,) = played(HostedEnvironment(environment), FakeEngine())
     assert (rollout.reward, rollout.lost, rollout.turns) == (None, False, 0)
-    assert rollout.error == "open raised test_turns.py:561 in open: OSError: no more of them"
+    assert rollout.error.startswith("open raised test_turns.py:")
+    assert rollout.error.endswith(" in open: OSError: no more of them")
     assert rollout.fault.kind == "OSError"
     assert environment.log == []
 
