@@ -10,7 +10,6 @@ import os
 import re
 
 import forks
-import nursery
 import pytest
 from hypothesis import Phase, settings
 
@@ -45,7 +44,7 @@ def forked_children(request):
     """Let children of this process be forks, as those of commands are, in all other files."""
     with contextlib.ExitStack() as stack:
         if request.path.stem not in STARTED_ANEW:
-            stack.callback(nursery.install(forks.nurseries))
+            stack.callback(forks.install())
         yield
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -157,6 +158,14 @@ class Run:
             os.kill(pid, signal.SIGKILL)
             self.kills += 1
         return list(found.values())
+
+
+def killed(pid: int) -> None:
+    """End a process, which another one may have started, and return when it has ended; nobody reaps it."""
+    ends = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGKILL)
+    select.select([ends], [], [])
+    os.close(ends)
 
 
 def alive(pid: int) -> bool:

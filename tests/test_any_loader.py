@@ -11,17 +11,16 @@ import os
 import random
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
+import forks
 import pytest
 from any_loaders import FACTORIES
 from drawing import PER_STEP, PHASES
-from forks import forked
 from indexed_rows import N
 
 TESTS = Path(__file__).parent
-PROGRAM = ("drawing", "whole_iterable", "datasets", "torchdata.nodes", "torchdata.stateful_dataloader")
-"""The process that draws, and what its loaders import."""
 STEPS = 2 * N // PER_STEP + 2
 REFUSED = {
     "duckdb_batches",
@@ -51,8 +50,9 @@ WITHOUT = {name: name for name in ("webdataset", "duckdb", "polars", "pandas", "
 
 def run(name: str, folder: Path, *kill: object) -> subprocess.CompletedProcess[str]:
     folder.mkdir(parents=True, exist_ok=True)
-    command = ["drawing.py", name, str(folder), str(STEPS), *map(str, kill)]
-    return forked(PROGRAM, command, TESTS, dict(os.environ), 280)
+    words = [sys.executable, "drawing.py", name, str(folder), str(STEPS), *map(str, kill)]
+    code = "del sys.argv[0]; sys.modules['drawing'].main()"
+    return forks.run("drawing", code, words, TESTS, os.environ, 280)
 
 
 def drawn(folder: Path) -> dict[int, list[str]]:

@@ -172,7 +172,6 @@ def oracle_ids(oracle, messages, tools=(), *, generation=True):
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("template", [CHATML, TRIMS], ids=["chatml", "trims"])
-@settings(max_examples=150, deadline=None)
 @given(messages=st.lists(MESSAGE, min_size=1, max_size=3), tools=TOOLS)
 def test_what_a_text_spells_is_encoded_as_by_a_tokenizer_that_has_other_names(
     kind, template, messages, tools
@@ -183,7 +182,6 @@ def test_what_a_text_spells_is_encoded_as_by_a_tokenizer_that_has_other_names(
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=100, deadline=None)
 @given(content=TEXT, answer=TEXT, said=st.text("ab <>|", max_size=5))
 def test_an_answer_is_text_as_well_and_a_row_is_the_rendering_of_the_conversation(
     kind, content, answer, said
@@ -373,7 +371,7 @@ OUTSIDE = st.lists(
 
 
 @pytest.mark.nightly
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(contents=st.tuples(OUTSIDE, OUTSIDE))
 @pytest.mark.parametrize("template", [pytest.param(text, id=name) for name, text in GIVEN.items()])
 def test_templates_from_outside_write_no_control_token_that_a_text_spells(template, contents):

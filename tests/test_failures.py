@@ -22,6 +22,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from killing import alive
 from recording import record
 from test_pipeline import Run, cut, resumed
 
@@ -287,15 +288,11 @@ def test_06_an_engine_that_stops_answering_is_replaced_and_an_update_never_hangs
         await engine.update_weights(writer.write(2, tensors(model)))
         assert loop.time() - began <= 2 * 10 + 1
         assert engine.pid != frozen
-        assert not running(frozen)
+        assert not alive(frozen)
         (completion,) = await engine.generate([REQUEST])
         return set(completion.versions.tolist())
 
     assert with_engine(model, story, deadline=10.0) == {2}
-
-
-def running(pid):
-    return Path(f"/proc/{pid}").exists()
 
 
 class Stuck:
@@ -322,7 +319,7 @@ def test_06_an_engine_whose_processes_all_hang_ends_the_update_after_two_of_them
             await engine.update_weights(Weights(version=2, location="", nbytes=0, tensors=()))
         assert engine._deaths.failures == 2
         assert engine.pid is None, "no process is left"
-        assert not running(first)
+        assert not alive(first)
         await engine.aclose()
 
     asyncio.run(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 from pathlib import Path
 
@@ -106,10 +107,15 @@ def test_mutants_have_different_names():
     assert len(names) == len(set(names))
 
 
+@functools.cache
+def unparsed(source):
+    return edited(source, [])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("mutant", mutants.load(), ids=lambda mutant: mutant["name"])
 def test_the_mutants_follow_the_source(mutant):
-    assert not same_code(mutants.mutated(mutant), mutants.source_of(mutant))
+    assert mutants.mutated(mutant) != unparsed(mutants.source_of(mutant))
 
 
 @pytest.mark.long

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+from killing import alive, killed, left_after
 
 from grpo_core.contracts.errors import ChildDied, ConfigError, DeadlineExceeded, GrpoError
 from grpo_core.contracts.incidents import reported_to
@@ -342,10 +343,7 @@ def test_no_child_outlives_its_parent(sent):
         pid = int(parent.stdout.readline())
         parent.send_signal(sent)
         parent.wait()
-        end = time.monotonic() + 5
-        while _running(pid):
-            assert time.monotonic() < end, "the child is still there"
-            time.sleep(0.01)
+        assert not left_after([pid])
 
 
 @pytest.mark.long
@@ -367,10 +365,10 @@ def test_nothing_that_a_child_has_started_outlives_a_parent_that_is_killed():
     )
     with parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert [_running(pid) for pid in pids] == [True] * 4
+        assert [alive(pid) for pid in pids] == [True] * 4
         os.killpg(parent.pid, signal.SIGKILL)
         parent.wait()
-    assert [pid for pid in pids if not _is_gone(pid)] == []
+    assert left_after(pids, 20) == []
 
 
 @pytest.mark.long
@@ -403,8 +401,8 @@ def test_what_ends_a_run_from_outside_does_not_end_its_watcher():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             os.kill(watcher, number)
         parent.kill()
-    assert _is_gone(started)
-    assert _is_gone(watcher)
+    assert not left_after([started], 20)
+    assert not left_after([watcher], 20)
 
 
 @pytest.mark.long
@@ -433,7 +431,7 @@ def test_a_process_that_is_killed_leaves_no_temporary_files(tmp_path):
         assert [path.name for path in directory.iterdir()] == ["model"]
         (tmp_path / f"{directory.name}-link").symlink_to(link)
         parent.kill()
-    assert _is_gone(int(watcher))
+    assert not left_after([int(watcher)], 20)
     assert {path.name for path in tmp_path.iterdir()} == {mine.name, link.name, f"{directory.name}-link"}
 
 
@@ -451,7 +449,7 @@ def test_a_process_that_is_killed_leaves_no_temporary_files(tmp_path):
 def test_what_a_child_has_started_never_outlives_it(end, how):
     async def use(c):
         pid = await c.call("start_another", how, seconds=20)
-        assert _running(pid)
+        assert alive(pid)
         if end == "leaves by itself":
             with pytest.raises(ChildDied, match="exit status 1"):
                 await c.call("leave", seconds=20)
@@ -462,13 +460,13 @@ def test_what_a_child_has_started_never_outlives_it(end, how):
             with pytest.raises(DeadlineExceeded):
                 await c.call("hang", seconds=0.1)
         elif end == "noticed late":  # nobody waits for it
-            _kill_and_leave_unreaped(c.pid)
+            killed(c.pid)
             assert not c.alive
         if end != "closed":
-            assert _is_gone(pid)
+            assert not left_after([pid], 20)
         return pid
 
-    assert _is_gone(asyncio.run(closing(child(), use)))
+    assert not left_after([asyncio.run(closing(child(), use))], 20)
 
 
 class KeptByTheKernel(Child):
@@ -516,22 +514,3 @@ def test_a_program_that_is_just_beginning_has_its_mark():
             seen = orphans.variables(begun.pid)
             begun.kill()
         assert seen == f"{orphans.MARK}=x.{number}\0".encode()
-
-
-def _kill_and_leave_unreaped(pid):
-    os.kill(pid, signal.SIGKILL)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-
-
-def _is_gone(pid):
-    end = time.monotonic() + 20
-    while _running(pid) and time.monotonic() < end:
-        time.sleep(0.01)
-    return not _running(pid)
-
-
-def _running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

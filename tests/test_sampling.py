@@ -66,7 +66,7 @@ def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(temperatur
     assert (logprobs - expected).abs().max() < 1e-5
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), vocabulary=st.sampled_from([7, SMALL, LARGE]))
 def test_a_token_of_probability_0_is_never_sampled(data: st.DataObject, vocabulary: int) -> None:
     possible = data.draw(st.sets(st.integers(0, vocabulary - 1), min_size=1, max_size=5))
@@ -91,7 +91,6 @@ def test_rows_that_hold_no_distribution_say_so(vocabulary: int) -> None:
 
 
 @pytest.mark.long
-@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 1000),
     top_k=st.sampled_from([0, 1, 3, 50, 10_000]),

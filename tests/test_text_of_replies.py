@@ -18,7 +18,6 @@ IDS = st.lists(st.integers(5, 340), max_size=12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=200, deadline=None)
 @given(prompt=IDS, reply=IDS, filler=st.sampled_from(["what ", "a", "é", "\n"]))
 def test_a_reply_is_what_it_adds_to_the_text_of_its_prompt(kind, prompt, reply, filler):
     """The oracle decodes the whole of both, whose length is not bounded."""
@@ -69,7 +68,7 @@ def test_tags_of_thoughts_are_read_also_if_they_are_special_tokens(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(answer=st.text("y=1; <s>|\n", max_size=8))
 def test_without_a_template_an_answer_is_what_it_adds_to_the_row(kind, answer):
     """A tokenizer may begin each text that it encodes with a blank."""
@@ -136,7 +135,6 @@ def test_calls_are_those_outside_of_thoughts(thoughts, said, opened):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=100, deadline=None)
 @given(
     text=st.text("aé <>😀。\n", min_size=1, max_size=14),
     stop=st.sampled_from([" a", "。", "a<", "😀。", "\n", " "]),

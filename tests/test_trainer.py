@@ -3,13 +3,10 @@
 import asyncio
 import json
 import math
-import os
 import pickle
 import random
 import re
-import select
 import shutil
-import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -22,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from killing import killed
 from safetensors.torch import load_file, save_file
 from scaled import KEYS, scaled
 from test_pipeline import Run
@@ -1146,14 +1144,6 @@ def test_an_error_of_torch_in_the_trainer_is_one_line_and_its_traceback_is_in_th
         "trainer: cannot be made: short.py:15 in breaks: ZeroDivisionError: a mistake in two lines; the "
         f"traceback is in {tmp_path / 'trainer.log'}"
     )
-
-
-def killed(pid: int) -> None:
-    """End a process, which may be the child of another one, and return when it has ended."""
-    ends = os.pidfd_open(pid)
-    os.kill(pid, signal.SIGKILL)
-    select.select([ends], [], [])
-    os.close(ends)
 
 
 @pytest.mark.slow

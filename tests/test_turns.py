@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 from attrs import evolve
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import grpo_core as grpo
@@ -91,7 +91,6 @@ def begins(prompt_ids, rollout):
 
 
 @pytest.mark.long
-@settings(max_examples=150)
 @given(
     lengths=st.lists(st.integers(0, 7), min_size=1, max_size=6),
     answers=st.lists(st.text("xyz", max_size=5), min_size=1, max_size=4),
@@ -647,7 +646,8 @@ def test_a_session_that_cannot_be_opened_is_unscored_and_is_not_closed():
     environment = Counters("open")
     (rollout,) = played(HostedEnvironment(environment), FakeEngine())
     assert (rollout.reward, rollout.lost, rollout.turns) == (None, False, 0)
-    assert rollout.error == "open raised test_turns.py:561 in open: OSError: no more of them"
+    assert rollout.error.startswith("open raised test_turns.py:")
+    assert rollout.error.endswith(" in open: OSError: no more of them")
     assert rollout.fault.kind == "OSError"
     assert environment.log == []
 

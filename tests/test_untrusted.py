@@ -84,7 +84,7 @@ REPLIES = (
     WRITTEN | CALLS | WRITTEN.map(lambda text: f"</think> \\boxed{{{text}}} ```py\n{text}\n``` #### {text}")
 )
 
-often = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+often = settings(suppress_health_check=list(HealthCheck))
 
 
 def sent(value):
@@ -412,7 +412,7 @@ HOSTED = st.fixed_dictionaries(
 
 
 @pytest.mark.long
-@settings(often, max_examples=1000)
+@settings(often, max_examples=500)
 @given(HOSTED | JSON)
 def test_an_answer_of_a_hosted_model_is_a_reply_or_a_declared_error(answer):
     given = read_json(json.dumps(answer).encode(), object)
