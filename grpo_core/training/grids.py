@@ -41,19 +41,19 @@ class Grid:
         Padding queries and keys come after all others, which do not see them.
         """
         window = None if window is None or window >= self.keys else window
-        heads, fused = query.shape[1], query.is_cuda or torch.backends.cuda.flash_sdp_enabled()
-        shared = 1 if fused else heads // key.shape[1]
+        fused = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+        shared = 1 if fused or query.is_cuda else query.shape[1] // key.shape[1]
         mask = self._mask(window, query, shared) if window or self.before.any() or shared > 1 else None
         # the heads that share a key are queries of it where torch would copy it for each of them
         return scaled_dot_product_attention(
-            query.reshape(query.shape[0], heads // shared, -1, query.shape[3]),
+            query.reshape(query.shape[0], query.shape[1] // shared, -1, query.shape[3]),
             key,
             value,
             attn_mask=mask,
             is_causal=mask is None,
             scale=scaling,
-            enable_gqa=heads // shared != key.shape[1],
-        ).reshape(query.shape[0], heads, -1, value.shape[3])
+            enable_gqa=query.shape[1] // shared != key.shape[1],
+        ).reshape(*query.shape[:3], value.shape[3])
 
     def _mask(self, window: int | None, like: Tensor, times: int) -> Tensor:
         """Return the additive mask of the scores, [n, m] or [B, 1, n, m], which all layers share.
