@@ -50,10 +50,14 @@ def parts(draw: Any) -> tuple[list[int], list[int]]:
     return lengths, before
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @given(parts(), st.sampled_from([None, 1, 3, 20]), st.sampled_from([0, 16, 10_000]), st.integers(0, 9))
-def test_each_part_gets_what_it_gets_alone(made: Any, window: int | None, call: int, seed: int) -> None:
+def test_each_part_gets_what_it_gets_alone(
+    fused: bool, made: Any, window: int | None, call: int, seed: int
+) -> None:
     lengths, before = made
     torch.manual_seed(seed)
+    torch.backends.cuda.enable_flash_sdp(fused)
     total = sum(lengths)
     tensors = [torch.randn(1, heads, total, 4, dtype=torch.float64) for heads in (4, 2, 2)]
     upstream = torch.randn(1, total, 4, 4, dtype=torch.float64)

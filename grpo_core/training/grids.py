@@ -31,7 +31,7 @@ class Grid:
     """Number of keys [B] before the first query of each."""
     queries: int
     keys: int
-    _masks: dict[int | None, Tensor] = field(factory=dict)
+    _masks: dict[tuple[int | None, int], Tensor] = field(factory=dict)
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
@@ -41,29 +41,35 @@ class Grid:
         Padding queries and keys come after all others, which do not see them.
         """
         window = None if window is None or window >= self.keys else window
-        mask = self._mask(window, query) if window or self.before.any() else None
+        fused = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+        shared = 1 if fused or query.is_cuda else query.shape[1] // key.shape[1]
+        mask = self._mask(window, query, shared) if window or self.before.any() or shared > 1 else None
+        # the heads that share a key are queries of it where torch would copy it for each of them
         return scaled_dot_product_attention(
-            query,
+            query.reshape(query.shape[0], query.shape[1] // shared, -1, query.shape[3]),
             key,
             value,
             attn_mask=mask,
             is_causal=mask is None,
             scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+            enable_gqa=query.shape[1] // shared != key.shape[1],
+        ).reshape(*query.shape[:3], value.shape[3])
 
-    def _mask(self, window: int | None, like: Tensor) -> Tensor:
-        """Return the additive mask of the scores, [n, m] or [B, 1, n, m], which all layers share."""
-        if window not in self._masks:
+    def _mask(self, window: int | None, like: Tensor, times: int) -> Tensor:
+        """Return the additive mask of the scores, [n, m] or [B, 1, n, m], which all layers share.
+
+        ``times``: of the queries, one after the other.
+        """
+        if (window, times) not in self._masks:
             same = (self.before == self.before[0]).all()
             before = torch.tensor(self.before[: 1 if same else None], dtype=torch.int32)[:, None, None, None]
             column = torch.arange(max(self.queries, self.keys), dtype=torch.int32)
             positions = (before + column[: self.queries, None]).clamp(max=self.keys - 1)  # each sees a key
             behind = positions - column[: self.keys]
-            hidden = (behind < 0) | (behind >= (window or self.keys))
+            hidden = ((behind < 0) | (behind >= (window or self.keys))).repeat(1, 1, times, 1)
             mask = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
-            self._masks[window] = (mask[0, 0] if same else mask).to(like.device)
-        return self._masks[window]
+            self._masks[window, times] = (mask[0, 0] if same else mask).to(like.device)
+        return self._masks[window, times]
 
 
 class Grids:

@@ -121,7 +121,8 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if to_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=hidden.dtype) if to_weight else None
         grad_bias = torch.zeros_like(bias, dtype=hidden.dtype) if to_bias else None
-        product_hidden, product_weight = hidden.to(ctx.dtype), weight.to(ctx.dtype)
+        product_hidden = hidden.to(ctx.dtype)
+        product_weight = weight.to(ctx.dtype) if kept is None else weight  # or a part of it at a time
         (n, vocabulary), at_target = (hidden.shape[0], weight.shape[0]), hidden.new_zeros(hidden.shape[0], 1)
         rows = ctx.chunk if kept is None else max(1, n)
         width = max(1, ctx.chunk * vocabulary // rows)
@@ -152,14 +153,14 @@ class _TokenLogprobs(torch.autograd.Function):
                     grad_bias[columns] += d_logits.sum(0)
                 factor = d_logits.to(ctx.dtype)
                 if grad_hidden is not None:
-                    grad_hidden[part] += factor @ product_weight[columns]
+                    grad_hidden[part] += factor @ product_weight[columns].to(ctx.dtype)
                 if grad_weight is not None:
                     grad_weight[columns] += factor.T @ product_hidden[part]
         # Of a logprob: onehot(target) - p.  A row's sum is 0; near 1, 1 - p would lose its digits.
         if grad_bias is not None:
             grad_bias.index_put_((targets,), at_target[:, 0], accumulate=True)
         if grad_hidden is not None:
-            grad_hidden += at_target * product_weight[targets]
+            grad_hidden += at_target * product_weight[targets].to(ctx.dtype)
         if grad_weight is not None:
             grad_weight.index_put_((targets,), at_target * product_hidden, accumulate=True)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None

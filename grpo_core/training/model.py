@@ -323,7 +323,7 @@ class Scorer:
             micro.targets,
             bias=head.bias,
             temperature=temperature,
-            product_dtype=self.compute_dtype if self._mixed else None,
+            product_dtype=self.compute_dtype if self.compute_dtype is torch.bfloat16 else None,
             entropy_gradient=entropy_gradient,
         )
 
@@ -343,9 +343,10 @@ class Scorer:
                 logits = self.module(input_ids=ids.to(self.device), use_cache=False).logits[last]
         if self._plain_head:
             head: Any = self.module.get_output_embeddings()  # type: ignore[operator]
-            outputs, weight = (rounded(t, self.compute_dtype).float() for t in (hidden[last], head.weight))
-            bias = None if head.bias is None else head.bias.float()
-            logits = nn.functional.linear(outputs, weight, bias)
+            outputs = rounded(hidden[last], self.compute_dtype).float()
+            parts = (rounded(part, self.compute_dtype).float() for part in head.weight.split(4096))
+            logits = torch.cat([nn.functional.linear(outputs, part) for part in parts], dim=1)
+            logits = logits if head.bias is None else logits + head.bias
         log_p = torch.log_softmax(logits.float(), dim=-1)
         best = log_p.topk(min(k, log_p.shape[-1]))
         return tuple(
@@ -360,14 +361,9 @@ class Scorer:
         embedding: Any = self.module.get_input_embeddings()  # type: ignore[operator]
         return int(embedding.weight.shape[0])
 
-    @property
-    def _mixed(self) -> bool:
-        return self.compute_dtype is torch.bfloat16
-
     def _precision(self) -> Any:
-        if not (self._mixed and self._autocast):
-            return nullcontext()
-        return torch.autocast(self.device.type, torch.bfloat16)
+        rounds = self._autocast and self.compute_dtype is torch.bfloat16
+        return torch.autocast(self.device.type, torch.bfloat16) if rounds else nullcontext()
 
 
 def compute_dtype(config: ModelConfig | ScoreConfig, device: torch.device, size: int = 0) -> torch.dtype:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -427,7 +428,9 @@ class TorchTrainer:
         if self._entropy is not None:
             about = evolve(about, entropy_coefficient=self._entropy.applied)
         before = totals.sum("bonus_entropy")
-        bad = [self._backward(about, micro, totals) for micro in update]
+        keeps = self._config.activations == "keep" and self._ranks.size == 1  # what autocast rounded as well
+        with torch.autocast(self.device.type, enabled=False) if keeps else nullcontext():
+            bad = [self._backward(about, micro, totals) for micro in update]
         if self._entropy is not None:
             self._changed = True
             totals.add({"entropy_coefficient": torch.tensor([about.entropy_coefficient])})

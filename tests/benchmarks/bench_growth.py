@@ -91,7 +91,7 @@ from grpo_plugin_report.report import write
 from grpo_core.reporting.files import FilesTracker
 from grpo_core.contracts.records import RunInfo
 command, run, cut = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-began = time.perf_counter()
+began = time.process_time()
 if command == "verify":
     found = verified(run)
     assert not found.findings, found
@@ -99,13 +99,13 @@ elif command == "report":
     write(run)
 else:  # as a resumed run opens its files; half of the newest interval between checkpoints is forgotten
     FilesTracker(RunInfo(name="run", directory=run, config={}, resumed_from=cut)).close()
-seconds = time.perf_counter() - began
+seconds = time.process_time() - began
 print(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3)
 """
 
 
 def cost(command: str, run: Path, steps: int) -> tuple[float, float]:
-    """Return the seconds and the peak memory, in MB, of one command in a separate process."""
+    """Return the CPU seconds and the peak memory, in MB, of one command in a separate process."""
     arguments = [sys.executable, "-c", PROGRAM, command, str(run), str(steps - EVERY)]
     said = subprocess.run(arguments, check=True, capture_output=True, text=True).stdout
     seconds, peak = map(float, said.split())

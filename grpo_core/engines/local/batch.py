@@ -82,7 +82,8 @@ class DecodingBatch:
         self._stop_strings = stops
         self._entries: list[Entry | None] = []
         """The entry of each row; None for a dead row."""
-        self._n_alive = 0
+        self.alive = 0
+        """Number of rows that are not finished."""
         self._history = Columns([((), torch.int64), ((), torch.float32)], model.device)
         self._versions: list[int] = []
         """The weight version of each column of the history, from time ``_versions_from`` on."""
@@ -102,11 +103,6 @@ class DecodingBatch:
         self._stops = torch.empty(0, 0, dtype=torch.int64, device=self._device)
         """Token ids that end a row, [K, R]; -1 where a row has fewer than K."""
         self._summarise()
-
-    @property
-    def alive(self) -> int:
-        """Number of rows that are not finished."""
-        return self._n_alive
 
     def sampled(self) -> list[list[int]]:
         """Return the tokens that each unfinished row has so far."""
@@ -144,7 +140,7 @@ class DecodingBatch:
             row[len(row) - len(prompt) :] = prompt
         now = self._history.time
         self._entries.extend(entries)
-        self._n_alive += len(entries)
+        self.alive += len(entries)
         self._births = self._joined(self._births, [now] * len(requests))
         self._ends = self._joined(self._ends, [now + request.max_tokens - 1 for request in requests])
         self._counters = self._joined(self._counters, sampling.counters([r.seed for r in requests]))
@@ -269,7 +265,7 @@ class DecodingBatch:
     def _retire(self, rows: list[int]) -> None:
         for row in rows:
             self._entries[row] = None
-        self._n_alive -= len(rows)
+        self.alive -= len(rows)
         self._alive[torch.tensor(rows, dtype=torch.int64, device=self._device)] = False
 
     def compact(self) -> None:
