@@ -193,9 +193,7 @@ def files_of(config):
     return {each["file"] for each in (*options, config.tracking.options["spare"])}
 
 
-def test_paths_in_tables_within_options_of_sets_and_models_count_from_where_they_are_given(
-    here, monkeypatch
-):
+def test_paths_in_tables_within_options_of_sets_and_models_count_from_where_they_are_given(here, monkeypatch):
     def made(*, file: Path) -> None: ...
 
     host = PluginHost.discover()
