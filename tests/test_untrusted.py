@@ -38,7 +38,7 @@ from grpo_plugin_code.harbor import rewards_of
 from grpo_plugin_judge.environment import Judge
 from grpo_plugin_math.answers import equal, extract
 from grpo_plugin_nemo_gym.client import Client, Refused, Session
-from grpo_plugin_nemo_gym.environment import NeMoGym, Rollout
+from grpo_plugin_nemo_gym.environment import NeMoGym
 from grpo_plugin_openai.engine import _read as hosted_reply
 from grpo_plugin_openenv.actions import Actions
 from grpo_plugin_openenv.connection import Rejected
@@ -468,7 +468,7 @@ def test_a_lying_resources_server_gives_feedback_or_a_declared_error(liar, value
             with contextlib.suppress(grpo.Unavailable, grpo.SessionLost, Refused, grpo.PluginError):
                 await environment.open(prompt)
             liar.body = json.dumps(value if isinstance(value, dict) else {"reward": value}).encode()
-            episode = grpo.Episode(prompt=prompt, messages=said, session=Rollout())
+            episode = grpo.Episode(prompt=prompt, messages=said, session=Session())
             (feedback,) = await environment.evaluate([episode])
             assert isinstance(feedback, grpo.Feedback)
         finally:
