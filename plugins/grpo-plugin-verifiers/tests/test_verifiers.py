@@ -134,7 +134,7 @@ TOOLS_IN_DOCKER = {"config": {"tools": {"runtime": {"type": "docker"}}}}
         ("words_of_verifiers", {"environment": {"id": "user-sim"}}, "2 of its agents (assistant, user)"),
         ("boxed_of_verifiers", {"mode": "score"}, "the rewards file look into its runtime"),
         ("shop_of_verifiers", {"mode": "score"}, "it has tools, which needs a rollout"),
-        ("words_of_verifiers", {"mode": "scores"}, "expected one of auto, score, rollout"),
+        ("words_of_verifiers", {"mode": "scores"}, "expected 'auto' or 'score' or 'rollout'"),
         ("missing_of_verifiers", {}, "not found"),
         ("words_of_verifiers", {"config": {"number": 1}}, "has 1 tasks, expected at least 2"),
         ("words_of_verifiers", {"config": {"numbr": 1}}, "numbr"),
