@@ -1,4 +1,4 @@
-"""What tests count of a pool of engines."""
+"""Counts the members, replacements and tokens of a pool of engines, for tests."""
 
 from __future__ import annotations
 

@@ -269,7 +269,7 @@ class Launch:
     checkpoint: Found | None = None
     """The checkpoint to resume from."""
     saved: SavedPipeline | None = None
-    """What it has of the loop."""
+    """The state of the loop in the checkpoint, which is read once; None for a new run."""
     finished: Finished | None = None
     """Set if nothing is left to train."""
     notes: tuple[str, ...] = ()
