@@ -34,7 +34,7 @@ WINDOW = 10
 """Steps whose mean reward is kept."""
 ROUNDS, PACED, FIRST_STEPS = 3, 50, 10
 """Runs of each bound by which its pace is measured, their steps, and how many of these do not count."""
-STEPS = {"sort": 200, "arrivals": 120, "sums": 40, "largest": 40, "largest/hints": 20}
+STEPS = {"sort": 200, "arrivals": 120, "sums": 40, "largest": 40}
 CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
     "off": {"loss.options.correction": "off"},
     "token_truncate": {"loss.options.correction": "token_truncate"},
@@ -89,8 +89,7 @@ def runs(tasks: list[str], seeds: int) -> Iterator[Key]:
 
 def trained(key: Key) -> dict[str, Any]:
     """One run: its rewards in windows of steps, its accuracy in the end, and its mean staleness."""
-    task, _, correction, _ = key
-    return summary(task, metrics(key, STEPS.get(f"{task}/{correction}", STEPS[task])))
+    return summary(key[0], metrics(key, STEPS[key[0]]))
 
 
 def metrics(key: Key, n: int) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The largest of five numbers: the second task of the study of hints, for ``bench_learning.py``."""
+"""The largest of eight numbers: the second task of the study of hints, for ``bench_learning.py``."""
 
 import random
 import re
@@ -18,9 +18,9 @@ class Largest(grpo.Environment):
 
     def __init__(self, hint: bool = False, held_out: int = 400) -> None:
         chance = random.Random(0)
-        cases = [chance.sample(range(10, 100), 5) for _ in range(2400)]
+        cases = [chance.sample(range(10, 100), 8) for _ in range(2400)]
         self._cases = {"validation": cases[:held_out], "train": cases[held_out:]}
-        self._hint = "The largest of {0} is {1}.\nReply with the number only." if hint else ""
+        self._hint = "Of {0}, the largest number is {1}." if hint else ""
 
     def prompts(self, split):
         return [

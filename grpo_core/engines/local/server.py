@@ -58,6 +58,7 @@ class Server(DecodingServer):
         except WeightSyncError as error:
             raise RuntimeError(f"the weights have been written in part: {error}") from error
         self._model, self._decoder = model, decoder
+        cpu.return_freed_memory()  # holes of the old weights and of ended requests
         self.positions = model.max_positions
         print(f"engine local: version {weights.version} in {time.perf_counter() - begin:.3f} s", flush=True)
 
