@@ -130,7 +130,7 @@ def test_a_model_may_change_the_defaults_of_sections(install, tmp_path):  # noqa
     start.directory.unlock()
     written = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
     assert (written["budget"]["tokens"], written["model"]["adapters"]["rank"]) == (5, 2)
-    assert start.notes == (f"training small on math:sort, {start.parts.config.trainer.steps} steps",)
+    assert start.notes == (f"training small on math:sort, {start.setup.config.trainer.steps} steps",)
 
 
 def test_a_file_that_a_section_names_is_found_from_any_directory(installed, tmp_path, monkeypatch):

@@ -132,8 +132,8 @@ def test_numbers_mean_what_they_mean_to_nvidia_smi_unless_the_user_has_chosen_by
 
 
 def test_the_choice_is_printed_unless_there_is_none():
-    assert SCALED.choose(TRAINER, {"engine": THREE}, 8).told == "GPUs: trainer 0; engine 1+2, 3+4, 5+6"
-    assert SCALED.choose(TRAINER, {"engine": THREE}, 1).told == ""
+    assert SCALED.choose(TRAINER, {"engine": THREE}, 8).summary == "GPUs: trainer 0; engine 1+2, 3+4, 5+6"
+    assert SCALED.choose(TRAINER, {"engine": THREE}, 1).summary == ""
 
 
 @pytest.mark.parametrize(

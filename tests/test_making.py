@@ -111,9 +111,9 @@ def made_of(tables):
 
 
 def test_a_part_is_made_once_and_passed_on(counted):
-    parts = made_of(table())
+    setup = made_of(table())
     assert sorted(counted.made) == ["model", "placement", "plane", "sampler", "strategy"]
-    asyncio.run(parts.aclose())
+    asyncio.run(setup.aclose())
     assert sorted(counted.closed) == sorted(counted.made)
     assert counted.closed == counted.made[::-1], "the last one first"
 
@@ -128,8 +128,8 @@ def test_a_run_calls_each_constructor_once(counted, tmp_path):
 
 
 def test_the_parts_made_before_one_that_cannot_be_made_are_closed(counted):
-    parts = made_of(table())
-    asyncio.run(parts.aclose())
+    setup = made_of(table())
+    asyncio.run(setup.aclose())
     first, second, third, *_ = counted.made
     counted.made.clear(), counted.closed.clear()
     counted.refused.append(third)
@@ -149,10 +149,10 @@ def test_making_starts_no_process_thread_or_socket(tmp_path, monkeypatch):
         patched.setattr(subprocess, "Popen", never)
         patched.setattr(threading.Thread, "start", never)
         patched.setattr("socket.socket.__init__", never)
-        parts = make(config, host)
-        (engine,) = making.engines(parts, Devices(), str(tmp_path)).values()
-        trainer = parts.keep(host.make("trainer", "torch", making.trainer_setup(config, host, str(tmp_path))))
+        setup = make(config, host)
+        (engine,) = making.engines(setup, Devices(), str(tmp_path)).values()
+        trainer = setup.keep(host.make("trainer", "torch", making.trainer_setup(config, host, str(tmp_path))))
     assert isinstance(engine, LocalEngine)
     assert engine.pid is None
     assert isinstance(trainer, ProcessTrainer)
-    asyncio.run(parts.aclose())
+    asyncio.run(setup.aclose())

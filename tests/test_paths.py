@@ -162,7 +162,7 @@ def test_given_paths_count_from_here_and_those_of_a_run_from_its_directory(here,
     monkeypatch.setenv("HOME", "/other")
     resumed = continued(here / "run", {"tasks": {"one": {"options": {"file": "./c"}}}})
     resumed.directory.unlock()
-    assert resumed.parts.config.tasks["one"].options == {"file": "/c", "spare": f"{here}/b"}
+    assert resumed.setup.config.tasks["one"].options == {"file": "/c", "spare": f"{here}/b"}
 
     own = {"directory": str(here), "filters": {f"{here}/mine.py:keep": {"file": "a"}}}
     (here / "run" / "config.toml").write_text(as_toml(build([own, {"tasks": {"one": task}}])))

@@ -420,12 +420,12 @@ def test_other_changes_are_made_and_kept(tmp_path, setting):
     kept = RunDirectory.open(tmp_path / "run")[1]
     assert as_table(kept)[section][key] == value
     again = resumed(tmp_path / "run")
-    assert again.parts.config == again.before == kept
+    assert again.setup.config == kept
 
 
 def test_a_lower_staleness_is_right_where_nothing_waits(tmp_path):
     a_run(tmp_path / "run", ready=0)
-    assert resumed(tmp_path / "run", "pipeline.max_staleness=0").parts.config.pipeline.max_staleness == 0
+    assert resumed(tmp_path / "run", "pipeline.max_staleness=0").setup.config.pipeline.max_staleness == 0
 
 
 def test_a_new_task_is_printed_as_it_was_given(tmp_path):
@@ -467,10 +467,10 @@ def test_a_resume_says_how_much_is_trained_again(tmp_path, steps, told):
 
 def test_options_of_a_part_that_is_replaced_are_dropped(tmp_path):
     a_run(tmp_path / "run", settings=["sampler.options.weights.sort=2.0"])
-    assert resumed(tmp_path / "run", "sampler.name=mix").parts.config.sampler.options == {
+    assert resumed(tmp_path / "run", "sampler.name=mix").setup.config.sampler.options == {
         "weights": {"sort": 2.0}
     }
-    assert resumed(tmp_path / "run", "sampler.name=round_robin").parts.config.sampler.options == {}
+    assert resumed(tmp_path / "run", "sampler.name=round_robin").setup.config.sampler.options == {}
 
 
 @pytest.mark.long
@@ -648,7 +648,7 @@ def test_a_learning_rate_that_a_resume_changes_is_said_with_both_values(tmp_path
     ]
     a_run(tmp_path / "run", settings=given)
     run = resumed(tmp_path / "run", *settings)
-    message = launching.changed_schedule(6, run.saved.run.schedule, run.parts.config.trainer)
+    message = launching.changed_schedule(6, run.resume.saved.run.schedule, run.setup.config.trainer)
     assert said in message
     assert bool(message) == bool(said)
 

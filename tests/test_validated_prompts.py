@@ -12,6 +12,7 @@ import grpo_core as grpo
 from grpo_core.app import making
 from grpo_core.app.make import make
 from grpo_core.config import ValidationConfig, build
+from grpo_core.config.run import RolloutConfig
 from grpo_core.contracts.events import Validated
 from grpo_core.contracts.records import Prompt, RunInfo
 from grpo_core.plugins.host import PluginHost
@@ -52,9 +53,10 @@ def measured(held_out, versions):
     async def story():
         played = []
         table = {"model": {"path": "tiny"}, "tasks": {"sums": {"env": "math:sort"}}}
-        parts = make(build([table]), PluginHost.discover())
+        setup = make(build([table]), PluginHost.discover())
         engine = FakeEngine()
-        validation = making.validation(parts, [held_out], engine, FakeRenderer(), last=9, emit=played.append)
+        playing = making.playing(RolloutConfig(), {}, FakeRenderer(), seed=0)
+        validation = making.validation(setup, playing, [held_out], engine, last=9, emit=played.append)
         results = []
         for version in versions:
             engine.version = version

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from grpo_core.app import making
 from grpo_core.app.make import make
-from grpo_core.app.making import Parts
+from grpo_core.app.making import RunSetup
 from grpo_core.config import ValidationConfig, build
+from grpo_core.config.run import RolloutConfig
 from grpo_core.contracts.errors import ConfigError, GrpoError
 from grpo_core.contracts.events import ValidationPlayed
 from grpo_core.contracts.records import Prompt
@@ -200,18 +201,19 @@ def test_a_version_is_measured_by_what_is_due_and_all_transcripts_are_one_event(
         engine = FakeEngine()
         played = []
         host = PluginHost.discover(None)
-        parts, made = Parts(build([SORT]), host), {"": ("greedy", {}), "bench": ("batched", {"n": 2})}
-        parts.strategies = {
+        made = {"": ("greedy", {}), "bench": ("batched", {"n": 2})}
+        setup = RunSetup(build([SORT]), host)
+        setup.strategies = {
             key: host.make("validation_strategy", name, **options) for key, (name, options) in made.items()
         }
         validation = making.validation(
-            parts,
+            setup,
+            making.playing(RolloutConfig(), {}, FakeRenderer(), seed=0),
             [
                 held_out("", "sort", every=2, at_start=False),
                 held_out("bench", "bench", every=3, name="batched", options={"n": 2}),
             ],
             engine,
-            FakeRenderer(),
             last=7,
             emit=played.append,
         )

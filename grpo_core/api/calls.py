@@ -219,10 +219,10 @@ async def session(
         changes = merge(table, asked.table)
         name = None if model is None else os.fspath(model)
         target = find_target(name, changes.get("plugins"), block)
-        parts = configure_target(
+        setup = configure_target(
             target, changes, block, asked.offers, tasks=env is not None, below=[asked.defaults(table)]
         )
-    async with start_session(parts, target, status) as started:
+    async with start_session(setup, target, status) as started:
         yield started
 
 

@@ -1,4 +1,4 @@
-"""Trains: starts the parts that a configuration names, connects them to a pipeline, and runs it."""
+"""Trains: starts the components that a configuration names, connects them to a pipeline, and runs it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from attrs import asdict, evolve, frozen
 
 from grpo_core.app import making, provenance
-from grpo_core.app.launch import Launch, changed_schedule, check_held, identity
+from grpo_core.app.launch import TrainingRun, changed_schedule, check_held, identity
 from grpo_core.app.make import best_interval, preflight
 from grpo_core.app.model_sources import ModelRequest, fetched, with_max_tokens
 from grpo_core.app.prompts import judge_one_reply, short_enough
@@ -50,9 +50,6 @@ from grpo_core.storage.run_directory import metrics_rows
 from grpo_core.text.rendering import Renderer
 from grpo_core.validation.runner import DedicatedValidator, HeldOut, WeightsTrackingEngine
 
-Loaders = Mapping[str, LookAhead]
-"""Loaders of prompts by task."""
-
 
 @frozen(kw_only=True)
 class Outcome:
@@ -74,7 +71,7 @@ class Outcome:
 
 
 async def train(
-    run: Launch, *, listeners: Mapping[str, Tracker] = MappingProxyType({}), stop: Stop | None = None
+    run: TrainingRun, *, listeners: Mapping[str, Tracker] = MappingProxyType({}), stop: Stop | None = None
 ) -> Outcome:
     """Train until the last step, a signal, or an error.
 
@@ -88,8 +85,8 @@ async def train(
         stop: does what signals do.
     """
     run.directory.forget_end()
-    config, plugins = run.parts.config, run.parts.plugins
-    write = partial(provenance.write, resumed_from=run.checkpoint.step if run.checkpoint else None)
+    config, plugins = run.setup.config, run.setup.plugins
+    write = partial(provenance.write, resumed_from=run.step if run.resume else None)
     await asyncio.to_thread(write, run.directory.path, config, plugins)
     _make_trackers(run, listeners)
     trackers, emit, step = run.trackers, run.trackers.emit, run.step
@@ -104,14 +101,14 @@ async def train(
                         interruptible(pipeline)
                         spare_the_collector()
                         reason, steps = await pipeline.run(), pipeline.buffer.num_steps
-                        if run.parts.data_plane.remote:
+                        if run.setup.data_plane.remote:
                             await trackers.flush()  # they still fetch tokens for files from the plane
                         step = pipeline.buffer.step
                         unproved = pipeline.canaries.unproved
                         inexact = [name for name, loader in tasks.loaders.items() if not loader.exact]
                 else:
                     reason, steps = run.finished.reason, run.finished.steps
-                    run.parts.config = evolve(config, trainer=evolve(config.trainer, steps=steps))
+                    run.setup.config = evolve(config, trainer=evolve(config.trainer, steps=steps))
                     emit(_started(run, run.finished.buffer))
         except BaseException as error:
             emit(timeline.extended(step))
@@ -140,9 +137,9 @@ async def train(
     )
 
 
-def _make_trackers(run: Launch, listeners: Mapping[str, Tracker]) -> None:
+def _make_trackers(run: TrainingRun, listeners: Mapping[str, Tracker]) -> None:
     """Start the trackers of the run itself, of the configuration, and the listeners."""
-    config, directory, resume = run.parts.config, run.directory, run.checkpoint
+    config, directory, resume = run.setup.config, run.directory, run.resume
     kept = config.checkpoint
     steps = sys.maxsize if config.trainer.epochs else config.trainer.steps
     run.retention = Retention(
@@ -159,30 +156,30 @@ def _make_trackers(run: Launch, listeners: Mapping[str, Tracker]) -> None:
     if kept.best:
         own["retention of checkpoints"] = run.retention
     info = directory.info(config, run.step, run.measured) if resume else directory.info(config, None)
-    made = make_trackers(config, run.parts.plugins, partial(trackers.info, info))
+    made = make_trackers(config, run.setup.plugins, partial(trackers.info, info))
     trackers.add({**own, **made, **listeners}, checkpoint.read_trackers(resume.directory) if resume else {})
 
 
 @contextlib.asynccontextmanager
-async def started(run: Launch) -> AsyncIterator[tuple[Pipeline, Tasks]]:
-    """Start every part of a run, connect them, and notify the trackers; all parts end with the block."""
-    parts, directory = run.parts, run.directory
+async def started(run: TrainingRun) -> AsyncIterator[tuple[Pipeline, Tasks]]:
+    """Start the components of a run, connect them, and notify the trackers; they end with the block."""
+    setup, directory = run.setup, run.directory
     run.trackers.status("starting the environments")
     importing = asyncio.create_task(asyncio.to_thread(_import_what_is_needed_soon))
     around = Tasks.start(
-        parts.config,
-        parts.plugins,
-        parts.placement,
-        sets=parts.config.validation.due_sets,
+        setup.config,
+        setup.plugins,
+        setup.placement,
+        sets=setup.config.validation.due_sets,
         logs=directory.logs,
-        tries=run.checkpoint is None,  # the rows of a resumed run are proved
-        workers=parts.ranks if parts.trainer_here is None else 0,
+        tries=run.resume is None,  # the rows of a resumed run are proved
+        workers=setup.ranks if setup.trainer_here is None else 0,
     )
     async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(parts.aclose)
+        stack.push_async_callback(setup.aclose)
         try:
             tasks = await stack.enter_async_context(around)
-            stack.push_async_callback(parts.aclose)  # while the placement is connected
+            stack.push_async_callback(setup.aclose)  # while the placement is connected
             await importing
             for remark in filter(None, (each.remark for each in tasks.environments.values())):
                 run.trackers.status(remark)
@@ -198,15 +195,15 @@ async def started(run: Launch) -> AsyncIterator[tuple[Pipeline, Tasks]]:
             loader.warn = lambda cause, message: run.emit(
                 events.WarningRaised(step=pipeline.buffer.step, cause=cause, message=message)
             )
-        for reason in run.checkpoint.passed_over if run.checkpoint else ():
+        for reason in run.resume.passed_over if run.resume else ():
             report("passed_over", "checkpoints", f"passed over {reason}")
         yield pipeline, tasks
 
 
-def warn_of_falls(run: Launch) -> Callable[[events.Event], None]:
+def warn_of_falls(run: TrainingRun) -> Callable[[events.Event], None]:
     """Return a receiver of events that warns if held-out prompts get worse and training prompts do not."""
     trend = Trend()
-    if run.checkpoint is not None:
+    if run.resume is not None:
         for row in metrics_rows(run.directory.path / "metrics.jsonl"):
             trend.observe(row["step"], {name: each for name, each in row.items() if each is not None})
 
@@ -223,39 +220,40 @@ def warn_of_falls(run: Launch) -> Callable[[events.Event], None]:
     return receive
 
 
-def _started(context: Launch, buffer: BufferStatistics) -> events.RunStarted:
+def _started(run: TrainingRun, buffer: BufferStatistics) -> events.RunStarted:
     return events.RunStarted(
-        step=context.step,
-        directory=str(context.directory.path),
-        config=as_table(context.parts.config),
-        resumed=context.checkpoint is not None,
+        step=run.step,
+        directory=str(run.directory.path),
+        config=as_table(run.setup.config),
+        resumed=run.resume is not None,
         buffer=asdict(buffer),
-        manifest=checkpoint.manifest_digest(context.checkpoint.directory) if context.checkpoint else "",
-        measured=context.measured,
+        manifest=checkpoint.manifest_digest(run.resume.directory) if run.resume else "",
+        measured=run.measured,
     )
 
 
-async def _connected(run: Launch, tasks: Tasks) -> Pipeline:
-    """Start the other parts after the environments, first what costs little, and connect them.
+async def _connected(run: TrainingRun, tasks: Tasks) -> Pipeline:
+    """Start the other components after the environments, first what costs little, and connect them.
 
-    The parts of a resumed run are restored from its checkpoint.
+    The components of a resumed run are restored from its checkpoint.
     """
-    parts, directory, config, status = run.parts, run.directory, run.parts.config, run.trackers.status
+    setup, directory, resume, status = run.setup, run.directory, run.resume, run.trackers.status
+    config = setup.config
     environments, section = tasks.environments, config.validation
-    devices = await asyncio.to_thread(parts.placement.devices, parts.trainer_here, parts.engines, parts.ranks)
-    if devices.told:
-        status(devices.told)
+    devices = await asyncio.to_thread(setup.placement.devices, setup.trainer_here, setup.engines, setup.ranks)
+    if devices.summary:
+        status(devices.summary)
     prompts: Mapping[str, Sequence[Prompt]]
     prompts = await tasks.prompts("train", config.trainer.prompts_per_step)
     held_out: Sequence[HeldOut]
     held_out = await tasks.held_out(section, section.due_sets, config.tasks if section.every else ())
     run.warnings += [note for data in tasks.data.values() for note in data.notes.items()]
     ahead = tasks.loaders
-    making.check_loaders(config.trainer.epochs, ahead, parts.sampler, config.sampler.name)
+    making.check_loaders(config.trainer.epochs, ahead, setup.sampler, config.sampler.name)
     at_hand = {name: part for name, part in prompts.items() if name not in ahead}
-    await judge_one_reply(environments, at_hand, hints="hints" in parts.loss.needs)
-    await parts.data_plane.started()
-    check_reader(parts.data_plane, config.data_plane.name)
+    await judge_one_reply(environments, at_hand, hints="hints" in setup.loss.needs)
+    await setup.data_plane.started()
+    check_reader(setup.data_plane, config.data_plane.name)
 
     async def training() -> Mapping[str, Sequence[Prompt]]:
         return prompts
@@ -267,15 +265,15 @@ async def _connected(run: Launch, tasks: Tasks) -> Pipeline:
         seed=config.seed,
         status=status,
     )
-    model = await parts.model.start_model(request)
+    model = await setup.model.start_model(request)
     early = model.prepare is None  # its files are here before the trainer has started
     if early:  # perhaps just downloaded
-        run.warnings += await preflight(config, parts.plugins, model=Path(model.path))
-    scores = dict(parts.scores)
+        run.warnings += await preflight(config, setup.plugins, model=Path(model.path))
+    scores = dict(setup.scores)
     for name in (name for name in scores if scores[name].model):
         scores[name] = evolve(scores[name], weights=await fetched(scores[name].model, status))
     if config.rollout.max_tokens == 0:
-        parts.config = config = with_max_tokens(config, model.max_tokens)
+        setup.config = config = with_max_tokens(config, model.max_tokens)
         directory.complete_config(config)
     making.check_lengths(config.rollout, model.positions)
     if early:
@@ -289,43 +287,43 @@ async def _connected(run: Launch, tasks: Tasks) -> Pipeline:
     chosen = making.with_steps(
         config.trainer, {name: tasks.size(name, part) for name, part in prompts.items()}
     )
-    parts.config = config = evolve(config, trainer=chosen)
+    setup.config = config = evolve(config, trainer=chosen)
     status(model.doing)
-    setup = making.trainer_setup(
+    of_trainer = making.trainer_setup(
         config,
-        parts.plugins,
+        setup.plugins,
         model.path,
         scores=scores,
         prepare=model.prepare,
-        resume_from=str(run.checkpoint.directory) if run.checkpoint else None,
-        transport=parts.transport,
+        resume_from=str(resume.directory) if resume else None,
+        transport=setup.transport,
         env_vars=devices.trainer,
         shares_gpu=bool(devices.shared),
         profile=str(directory.profile),
         log=str(directory.logs / "trainer.log"),
     )
-    trainer: Trainer = parts.keep(parts.plugins.make("trainer", chosen.name, setup, **chosen.options))
-    engines = making.engines(parts, devices, model.path, directory.logs)
+    trainer: Trainer = setup.keep(setup.plugins.make("trainer", chosen.name, of_trainer, **chosen.options))
+    engines = making.engines(setup, devices, model.path, directory.logs)
     await gather(each.started() for each in (trainer, *engines.values()) if hasattr(each, "started"))
     if not early:
         renderer, prompts, held_out = await _rendered(run, tasks, model.path, prompts, held_out)
 
-    for remark in parts.remarks:
+    for remark in setup.remarks:
         if remark.costs:
             run.warnings.append(("off_policy", remark.message))
         else:
             status(remark.message)
-    if run.saved and (changed := changed_schedule(run.step, run.saved.run.schedule, chosen)):
+    if resume and (changed := changed_schedule(run.step, resume.saved.run.schedule, chosen)):
         run.warnings.append(("schedule", changed))
     for loader in ahead.values():
-        loader.status, loader.slots = status, (config.pipeline.max_staleness + 1) * chosen.prompts_per_step
-    loaders: Loaders = {
+        loader.status, loader.slots = status, config.slots
+    loaders: Mapping[str, LookAhead] = {
         name: ahead[name] if name in ahead else IndexedLoader(name, part, seed=config.seed)
         for name, part in prompts.items()
     }
     buffer = making.buffer(config)
-    stream = PromptStream(sampler=parts.sampler, loaders=loaders, name=config.sampler.name)
-    held = None if run.checkpoint is None else Published.read(run.checkpoint.directory / "trainer")
+    stream = PromptStream(sampler=setup.sampler, loaders=loaders, name=config.sampler.name)
+    held = None if resume is None else Published.read(resume.directory / "trainer")
 
     def check(weights: Weights) -> None:
         """Raise ConfigError if the engine of a resumed run holds other weights than before."""
@@ -339,9 +337,10 @@ async def _connected(run: Launch, tasks: Tasks) -> Pipeline:
 
     engine = WeightsTrackingEngine(engines["engine"], check)
     own = engines.get("validation.engine")
-    validation = making.validation(parts, held_out, own or engine, renderer, emit=run.emit, last=chosen.steps)
-    if run.checkpoint is not None:
-        saved = run.checkpoint.directory
+    playing = making.playing(config.rollout, environments, renderer, seed=config.seed)
+    validation = making.validation(setup, playing, held_out, own or engine, emit=run.emit, last=chosen.steps)
+    if resume is not None:
+        saved = resume.directory
         notes = checkpoint.restore(saved, buffer, loaders, stream)
         for note in (*notes, *checkpoint.restore_validation(saved, validation)):
             status(f"resuming: {note}")
@@ -351,7 +350,7 @@ async def _connected(run: Launch, tasks: Tasks) -> Pipeline:
     validate: Validate = validation
     watch: list[Watch] = [trainer.watch, run.trackers.watch]
     if own is not None:
-        of_own = parts.engines["validation.engine"]
+        of_own = setup.engines["validation.engine"]
         validate = DedicatedValidator(
             measure=validation,
             engine=own,
@@ -385,11 +384,11 @@ async def _connected(run: Launch, tasks: Tasks) -> Pipeline:
         buffer=buffer,
         prompts=stream,
         engine=engine,
-        playing=making.playing(parts, environments, renderer),
-        plane=parts.data_plane,
-        learning=parts.learning,
+        playing=playing,
+        plane=setup.data_plane,
+        learning=setup.learning,
         trainer=trainer,
-        checks=evolve(making.checks(parts, environments, prompts, renderer), watch=watch),
+        checks=evolve(making.checks(config, setup.remarks, environments, prompts, renderer), watch=watch),
         schedule=making.schedule(config, began=run.began),
         emit=run.emit,
         flush=run.trackers.flush,
@@ -411,14 +410,14 @@ async def _connected(run: Launch, tasks: Tasks) -> Pipeline:
 
 
 async def _rendered(
-    run: Launch,
+    run: TrainingRun,
     tasks: Tasks,
     model: str,
     prompts: Mapping[str, Sequence[Prompt]],
     held_out: Sequence[HeldOut],
 ) -> tuple[Renderer, Mapping[str, Sequence[Prompt]], Sequence[HeldOut]]:
     """Load the renderer of the model; return it with the prompts that are short enough."""
-    config, environments = run.parts.config, tasks.environments
+    config, environments = run.setup.config, tasks.environments
     sections = [each for each in (config.engine, config.validation.engine) if each is not None]
     renderer = await asyncio.to_thread(making.load_renderer, config.model, model, sections)
     most = config.rollout.max_prompt_tokens
@@ -427,7 +426,7 @@ async def _rendered(
     )
     there = {"held_out": held_out, "prompts": prompts, "environments": environments}
     run.warnings += messages.items()
-    run.warnings += await preflight(config, run.parts.plugins, renderer=renderer, **there)
+    run.warnings += await preflight(config, run.setup.plugins, renderer=renderer, **there)
     return renderer, prompts, held_out
 
 

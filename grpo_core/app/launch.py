@@ -15,12 +15,12 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
-from attrs import define, evolve, field, frozen
+from attrs import asdict, define, evolve, field, frozen
 
 from grpo_core._version import __version__
 from grpo_core.app import making, model_sources
 from grpo_core.app.make import make, preflight
-from grpo_core.app.making import Parts
+from grpo_core.app.making import RunSetup
 from grpo_core.app.provenance import file_hashes, with_absolute_paths
 from grpo_core.config import (
     Config,
@@ -37,7 +37,7 @@ from grpo_core.contracts.events import Event
 from grpo_core.data.samplers import load_plugin_state
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import BufferStatistics
-from grpo_core.loop.checkpoint import Found, SavedPipeline, SavedRun
+from grpo_core.loop.checkpoint import IntactCheckpoint, SavedPipeline, SavedRun
 from grpo_core.loop.endings import GOAL_REACHED, Goal
 from grpo_core.loop.retention import Retention
 from grpo_core.loop.schedule import KEYS as SCHEDULE
@@ -59,38 +59,32 @@ def new_run(
     *,
     output: Path | None,
     offers: Offers = NO_OFFERS,
-) -> Launch:
+) -> TrainingRun:
     """Prepare a new run.  The arguments are those of ``configure``.  Raises GrpoError for wrong input."""
     config, host, model = _configured([*layers, changes], block, offers)
-    parts = make(config, host, model=model)
+    setup = make(config, host, model=model)
     try:
         warnings = _checked(config, host)
         config = with_absolute_paths(config, host, config.directory)
-        parts.config = config = evolve(config, directory=host.selection.directory)
+        setup.config = config = evolve(config, directory=host.selection.directory)
         if output is None:
             name = "+".join(config.tasks) + datetime.now().strftime("-%Y%m%d-%H%M%S")
             output = unused(model_sources.RUNS / name)
         directory = RunDirectory.create(output, config)
     except BaseException:
-        in_own_loop(parts.aclose())
+        in_own_loop(setup.aclose())
         raise
-    return Launch(parts=parts, directory=directory, warnings=warnings, notes=(_opening(parts),))
-
-
-def _opening(parts: Parts) -> str:
-    """Return the first line of a new run: what it trains, on what, and about how long."""
-    config = parts.config
-    chosen, model = config.trainer, config.model.path
+    chosen, path = config.trainer, config.model.path
     length = f"{chosen.epochs:g} epochs" if chosen.epochs else f"{chosen.steps} steps"
-    about = getattr(parts.model, "about", lambda steps: "") if model else None
-    told = about and about(0 if chosen.epochs else chosen.steps)
     tasks = ", ".join(task.env for task in config.tasks.values())
-    return f"training {model or config.engine.name} on {tasks}, {length}" + (f": {told}" if told else "")
+    about = getattr(setup.model, "about", lambda steps: "")(0 if chosen.epochs else chosen.steps)
+    opening = f"training {path or config.engine.name} on {tasks}, {length}{path and about and f': {about}'}"
+    return TrainingRun(setup=setup, directory=directory, warnings=warnings, notes=(opening,))
 
 
 def continued(
     path: Path, changes: Mapping[str, Any], block: Sequence[str] = (), *, offers: Offers = NO_OFFERS
-) -> Launch:
+) -> TrainingRun:
     """Prepare to continue a run with some changes; lock its directory.  Raises GrpoError for wrong input.
 
     If another process uses the run, a change is not allowed, or no checkpoint is usable, nothing is changed.
@@ -102,14 +96,14 @@ def continued(
         undo.callback(directory.unlock)  # a stored error would keep the lock
         with wrong_input():
             run = _resumed(directory, before, changes, block, offers)
-        undo.callback(lambda: in_own_loop(run.parts.aclose()))
+        undo.callback(lambda: in_own_loop(run.setup.aclose()))
         if run.finished is None:  # otherwise no part starts
-            if run.checkpoint is not None and run.saved is not None:
-                _check_saved(run, run.checkpoint.directory, run.saved)
-            run.warnings = _checked(run.parts.config, run.parts.plugins)
-        if run.before not in (None, run.parts.config):
-            directory.replace_config(run.parts.config)
-            if run.checkpoint is None:
+            if run.resume is not None:
+                _check_saved(run, run.resume)
+            run.warnings = _checked(run.setup.config, run.setup.plugins)
+        if before != run.setup.config:
+            directory.replace_config(run.setup.config)
+            if run.resume is None:
                 directory.remove_model()  # it was made for the previous configuration
         undo.pop_all()
     return run
@@ -157,8 +151,8 @@ def configure_target(
     *,
     tasks: bool,
     below: Sequence[Mapping[str, Any]] = (),
-) -> Parts:
-    """Make the parts to play a target, whose configuration is its own with changes.
+) -> RunSetup:
+    """Make the components to play a target, whose configuration is its own with changes.
 
     Args:
         tasks: whether the changes define tasks.
@@ -252,26 +246,29 @@ class Finished:
     """Number of steps of the whole run."""
     buffer: BufferStatistics
     """The buffer in the checkpoint."""
-    told: str
-    """Message to the user."""
+    message: str
     complete: bool
     """Whether the run ended completely."""
 
 
+@frozen(kw_only=True)
+class Resume(IntactCheckpoint):
+    """The checkpoint from which a run continues."""
+
+    saved: SavedPipeline
+    """The state of the loop in it."""
+    finished: Finished | None
+    """Set if nothing is left to train."""
+
+
 @define(kw_only=True, eq=False)
-class Launch:
+class TrainingRun:
     """A run that starts or resumes; its directory is locked."""
 
-    parts: Parts
+    setup: RunSetup
     directory: RunDirectory
-    before: Config | None = None
-    """Configuration of the previous start; None for a new run."""
-    checkpoint: Found | None = None
-    """The checkpoint to resume from."""
-    saved: SavedPipeline | None = None
-    """The state of the loop in the checkpoint, which is read once; None for a new run."""
-    finished: Finished | None = None
-    """Set if nothing is left to train."""
+    resume: Resume | None = None
+    """None without a checkpoint."""
     notes: tuple[str, ...] = ()
     """Messages to the user: where the run continues, and what changed."""
     warnings: list[tuple[str, str]] = field(factory=list)
@@ -288,12 +285,17 @@ class Launch:
     @property
     def step(self) -> int:
         """The step that the run continues from; 0 for a new run."""
-        return self.checkpoint.step if self.checkpoint else 0
+        return self.resume.step if self.resume else 0
 
     @property
     def measured(self) -> int:
         """The newest version validated before, or a newer number."""
-        return self.saved.measured if self.saved else -1
+        return self.resume.saved.measured if self.resume else -1
+
+    @property
+    def finished(self) -> Finished | None:
+        """Set if nothing is left to train."""
+        return self.resume.finished if self.resume else None
 
     def emit(self, event: Event) -> None:
         """Send an event to all trackers."""
@@ -309,22 +311,20 @@ class Launch:
 
 def _resumed(
     directory: RunDirectory, before: Config, changes: Mapping[str, Any], block: Sequence[str], offers: Offers
-) -> Launch:
+) -> TrainingRun:
     path = directory.path
     secrets.learn(merge(as_table(before), changes))
     config, host = configured([replace_parts(as_table(before), changes), changes], block, offers)
-    run = Launch(parts=Parts(before, host), directory=directory)
+    run = TrainingRun(setup=RunSetup(before, host), directory=directory)
     if (found := checkpoint.newest(directory.checkpoints)) is not None:
         with checkpoint.reading(found.directory):
             saved = checkpoint.read_pipeline(found.directory)
-        run.checkpoint, run.saved = found, saved
-        run.finished = _finished(directory, found.step, saved, config.trainer, config.validation)
-    finished = run.finished
-    complete = finished is not None and finished.complete
-    if finished is not None:
-        run.notes = (finished.told,)
-    if complete and not changes:
-        return run
+        end = _finished(directory, found.step, saved, config.trainer, config.validation)
+        run.resume = Resume(**asdict(found), saved=saved, finished=end)
+    if (finished := run.finished) is not None:
+        run.notes = (finished.message,)
+        if finished.complete and not changes:
+            return run
     stored = with_absolute_paths(before, host, before.directory)
     config = with_absolute_paths(changed(stored, changes, host), host)
     edits = list(differences(as_table(before), as_table(config)))
@@ -342,12 +342,15 @@ def _resumed(
                     f"{path}: {key} is {shown(fixed.get(key))} in its checkpoint and {shown(now)} now; "
                     "it cannot change within a run: keep it, or start a new run"
                 )
-        if complete:
-            _check_nothing_is_ignored(edits, run.notes[0])
+        if finished is not None and finished.complete:
+            _check_nothing_is_ignored(edits, finished.message)
             return run
-        _check_dtype(path, Published.read(found.directory / "trainer"), before, config)
+        was, now = ((each.model.dtype, making.engine_dtype(each.engine)) for each in (before, config))
+        held = Published.read(found.directory / "trainer")
+        if held is not None and was != now and now[0] != "auto":  # what "auto" means is known later
+            check_held(path, held, evolve(held, sent=published_dtype(*now)))
         _check_staleness(path, saved.buffer.ready, config.pipeline.max_staleness)
-        notes += _warnings(path, saved.run, config)
+        notes += _warnings(path, saved.run, config.scores, file_hashes(config))
         if (failure := saved.failure) is not None:
             error = one_line(failure.error, LONGEST_NOTE)
             proved = f"the engine's weights up to version {failure.proved}"
@@ -366,9 +369,9 @@ def _resumed(
             again = f"; {lost(steps, seconds)}, and trained again" if steps else ""
             notes.append(f"continuing {path} after step {found.step}{again}")
         else:
-            notes += [finished.told, "writing what its trackers write at the end, such as its page"]
-    run.parts = Parts(config, host) if finished is not None else make(config, host)
-    run.before, run.notes = before, tuple(notes)
+            notes += [finished.message, "writing what its trackers write at the end, such as its page"]
+    run.setup = RunSetup(config, host) if finished is not None else make(config, host)
+    run.notes = tuple(notes)
     return run
 
 
@@ -391,14 +394,13 @@ def _finished(
 ) -> Finished | None:
     """Return the end of a run if nothing is left to train and validate after its checkpoint."""
     planned, epochs = saved.run.schedule.steps, saved.run.schedule.epochs
-    failed = saved.failure is not None
     if chosen.epochs and chosen.epochs != epochs:
         steps = sys.maxsize  # known once the environments have started and their prompts are counted
     else:
         steps = planned if chosen.epochs else chosen.steps
     last = step == planned == steps
     due = any(each.due(step, last=steps) for each in making.intervals(validation))
-    if last and (failed or (due and saved.measured < step)):  # failed: perhaps before the last weight sync
+    if last and (saved.failure or (due and saved.measured < step)):  # perhaps before the last weight sync
         return None
     if step >= steps:
         reason, did = "finished", f"{'all of its ' if step == steps else ''}{step} steps"
@@ -416,7 +418,7 @@ def _finished(
         reason=reason,
         steps=steps,
         buffer=checkpoint.statistics(saved.buffer, chosen.prompts_per_step),
-        told=f"{directory.path}: {message}",
+        message=f"{directory.path}: {message}",
         complete=not last or directory.has_ended(reason, step),
     )
 
@@ -468,13 +470,6 @@ def _fixed(config: Config) -> dict[str, Any]:
     return {key: _at(table, key) for key in (*FIXED, *(section.fixed if section else ()))}
 
 
-def _check_dtype(path: Path, held: Published | None, before: Config, config: Config) -> None:
-    """Reject changes by which weights would get another dtype; what "auto" means is known later."""
-    was, now = ((each.model.dtype, making.engine_dtype(each.engine)) for each in (before, config))
-    if held is not None and was != now and now[0] != "auto":
-        check_held(path, held, evolve(held, sent=published_dtype(*now)))
-
-
 def check_held(path: Path, before: Published | None, now: Published | None) -> None:
     """Raise ConfigError if the engine of training would hold other weights than before the resume."""
     if before is None or now is None:
@@ -495,27 +490,28 @@ def check_held(path: Path, before: Published | None, now: Published | None) -> N
         before.check((name, dtype, total) for name, dtype, total in known if total is not None)
 
 
-def _check_saved(run: Launch, directory: Path, state: SavedPipeline) -> None:
+def _check_saved(run: TrainingRun, resume: Resume) -> None:
     """Reject other base weights under adapters, or as a score of a loss.
 
     Raises CheckpointError for a state of a loader, a sampler or a strategy with wrong types.
     """
-    parts, config, validation = run.parts, run.parts.config, run.parts.config.validation
-    of_loss = any(score.weights == "start" for score in parts.scores.values())
+    setup, config, state = run.setup, run.setup.config, resume.saved
+    of_loss = any(score.weights == "start" for score in setup.scores.values())
     if (adapters := model_section(config) is not None) or of_loss:
         why = "to which its adapters belong" if adapters else "with which its loss compares the policy"
         made = (run.directory.model / "config.json").exists()
         start = run.directory.model if made else directory_here(config.model.path)
         model_sources.check_start(run.directory.path, state.run.start, start, why)
-    with checkpoint.reading(directory):
-        checkpoint.read_loaders(directory)
+    with checkpoint.reading(resume.directory):
+        checkpoint.read_loaders(resume.directory)
         if state.sampler_name == config.sampler.name:
-            load_plugin_state(parts.sampler, f"sampler {config.sampler.name!r}", state.sampler)
+            load_plugin_state(setup.sampler, f"sampler {config.sampler.name!r}", state.sampler)
         for name, (strategy, saved) in state.validation.items():
-            chosen = validation.of_set(name) if name in validation.sets else None if name else validation
+            own = config.validation
+            chosen = own.of_set(name) if name in own.sets else None if name else own
             if chosen is not None and chosen.name == strategy:
                 who = f"validation strategy {chosen.name!r}"
-                load_plugin_state(parts.strategies[name], who, saved)
+                load_plugin_state(setup.strategies[name], who, saved)
 
 
 def _check_staleness(path: Path, ready: Any, bound: int) -> None:
@@ -529,20 +525,21 @@ def _check_staleness(path: Path, ready: Any, bound: int) -> None:
         )
 
 
-def _warnings(path: Path, saved: SavedRun, config: Config) -> Iterator[str]:
+def _warnings(
+    path: Path, saved: SavedRun, scores: Mapping[str, ScoreConfig], files: Mapping[str, str]
+) -> Iterator[str]:
     if saved.grpo_core != __version__:
         yield (
             f"warning: {path} was written by grpo-core {saved.grpo_core}, this is {__version__}: its next "
             "steps may differ from an uninterrupted run"
         )
-    was, now = saved.scores, _score_digests(config.scores)
+    was, now = saved.scores, _score_digests(scores)
     for name in sorted(was.keys() & now.keys()):
         if was[name] != now[name]:
-            model = f"{config.scores[name].weights} of scores.{name}"
+            model = f"{scores[name].weights} of scores.{name}"
             yield f"warning: the weights {model} have changed since the checkpoint"
-    was, now = saved.files, file_hashes(config)
-    for file in sorted(was.keys() & now.keys()):
-        if was[file] != now[file]:
+    for file in sorted(saved.files.keys() & files.keys()):
+        if saved.files[file] != files[file]:
             yield f"warning: {file} has changed since the checkpoint was written"
 
 

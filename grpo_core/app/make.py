@@ -1,4 +1,4 @@
-"""Makes and checks all parts that a configuration names; no process starts and no model is read.
+"""Makes and checks all components that a configuration names; no process starts and no model is read.
 
 The checks of ``grpo_preflight`` follow, each when all that its parameters name is there.
 """
@@ -19,7 +19,7 @@ from attrs import evolve
 
 from grpo_core.app import making
 from grpo_core.app.data import check_data
-from grpo_core.app.making import Parts
+from grpo_core.app.making import RunSetup
 from grpo_core.app.model_sources import StartModelSource, model_source, scoring_model
 from grpo_core.config import TRUNCATIONS, Config, EnvironmentConfig, TaskConfig, ValidationConfig
 from grpo_core.config.idle import CLUSTER, MEASURED, WEIGHING, idle_keys
@@ -57,8 +57,8 @@ def _stands_alone(name: str, host: PluginHost) -> bool:
 
 def make(
     config: Config, host: PluginHost, *, trains: bool = True, model: StartModelSource | None = None
-) -> Parts:
-    """Make the parts, to train or to play alone; close them if one of them cannot be made.
+) -> RunSetup:
+    """Make the setup, to train or to play alone; close them if one of them cannot be made.
 
     The modules of the selected plugins are imported, except environments offered as a string: they may load
     only in their own process.  Raises ConfigError, PluginError or ModelError for the first invalid choice.
@@ -66,49 +66,50 @@ def make(
     Args:
         config: the whole configuration.
         host: its plugins.
-        trains: whether the parts train.
+        trains: whether they train.
         model: the source that ``model.path`` names, if it has been made.
     """
-    parts = Parts(config, host, trains)
+    setup = RunSetup(config, host, trains)
     with wrong_input():
         try:
-            parts.model = parts.keep(model or model_source(config.model, host))
-            _make(parts)
+            setup.model = setup.keep(model or model_source(config.model, host))
+            _make(setup)
         except BaseException:
-            in_own_loop(parts.aclose())
+            in_own_loop(setup.aclose())
             raise
-    return parts
+    return setup
 
 
-def _make(parts: Parts) -> None:
-    config, host, trains, validation = parts.config, parts.plugins, parts.trains, parts.config.validation
-    _check_tasks(config, host, trains=trains)
+def _make(setup: RunSetup) -> None:
+    config, host, trains, validation = setup.config, setup.plugins, setup.trains, setup.config.validation
+    if not config.tasks and (trains or not validation.sets):
+        raise _no_task(host, trains=trains)
     placement = host.make("placement", config.placement.name, host, **config.placement.options)
-    parts.placement = parts.keep(placement)
+    setup.placement = setup.keep(placement)
     for name, task in config.tasks.items():
         check_task(f"tasks.{name}", task, config.environment, host, remote=placement.remote)
         check_data(f"tasks.{name}", name, task, host)
-    parts.sampler = parts.keep(making.sampler(config, host))
-    plugin_state(parts.sampler, f"sampler {config.sampler.name!r}")  # or the first checkpoint would fail
+    setup.sampler = setup.keep(making.sampler(config, host))
+    plugin_state(setup.sampler, f"sampler {config.sampler.name!r}")  # or the first checkpoint would fail
     _check_choices(config, host, trains=trains)
 
     for engine in (config.engine, validation.engine):
         if engine is not None:
             making.workers_of(engine, host)
-    parts.engines = making.engines_of(config, trains=trains)
-    parts.text_engine = key = making.text_engine_of(parts.engines, host)
+    setup.engines = making.engines_of(config, trains=trains)
+    setup.text_engine = key = making.text_engine_of(setup.engines, host)
     if trains and key:
         raise ConfigError(
-            f"{key}.name = {parts.engines[key].name!r}: this engine returns text, but training needs tokens "
-            "and their logprobs; measure it with grpo-core validate, or choose an engine that holds the "
-            "model's weights, such as local or vllm"
+            f"{key}.name = {setup.engines[key].name!r}: this engine returns text, but training needs "
+            "tokens and their logprobs; measure it with grpo-core validate, or choose an engine that holds "
+            "the model's weights, such as local or vllm"
         )
 
-    parts.loss = making.loss(config.loss, host)
-    parts.remarks = making.remarks_about(parts.loss, config.trainer, config.pipeline)
-    parts.scores = needed_scores(config.scores, parts.loss.needs)
-    _check_scores(parts)
-    parts.learning = making.learning(config, parts.loss, host)
+    setup.loss = making.loss(config.loss, host)
+    setup.remarks = making.remarks_about(setup.loss, config.trainer, config.pipeline)
+    setup.scores = needed_scores(config.scores, setup.loss.needs)
+    _check_scores(setup)
+    setup.learning = making.learning(config, setup.loss, host)
     if (section := model_section(config)) is not None:
         section.check(config)
     if config.model.attention and config.trainer.packing is True:
@@ -122,19 +123,19 @@ def _make(parts: Parts) -> None:
     _check_goal(config)
     _check_idle(config, host, remote=placement.remote)
 
-    parts.strategies = strategies = {}
+    setup.strategies = strategies = {}
     for name in ("", *validation.sets):
         if name:
-            _check_set(name, parts)
+            _check_set(name, setup)
         chosen = validation.of_set(name) if name else validation
         strategy = host.make("validation_strategy", chosen.name, **chosen.options)
-        strategies[name] = parts.keep(strategy)
+        strategies[name] = setup.keep(strategy)
         _check_strategy(strategy, name, validation)
     check_trackers(config.tracking, host)
 
-    place, parts.ranks = making.place_of_trainer(config.trainer, host), making.ranks_of(config, host)
-    parts.trainer_here = config.trainer if trains and not place else None
-    placement.check(parts.trainer_here, parts.engines, parts.ranks)
+    place, setup.ranks = making.place_of_trainer(config.trainer, host), making.ranks_of(config, host)
+    setup.trainer_here = config.trainer if trains and not place else None
+    placement.check(setup.trainer_here, setup.engines, setup.ranks)
     if trains:
         if place and place != config.placement.name:
             raise ConfigError(
@@ -142,24 +143,22 @@ def _make(parts: Parts) -> None:
                 f'"{place}", but placement.name is "{config.placement.name}"; set it to "{place}"'
             )
         plane = host.make("data_plane", config.data_plane.name, placement, **config.data_plane.options)
-        parts.data_plane = parts.keep(plane)
+        setup.data_plane = setup.keep(plane)
         check_reader(plane, config.data_plane.name)
     own = validation.engine if validation.measures else None
-    parts.transport = making.transport_of(config.engine, own, host, placement, place)
-    parts.model.check()
+    setup.transport = making.transport_of(config.engine, own, host, placement, place)
+    setup.model.check()
     chat_template(config.model.chat_template)
     check_response_format(config.model.response_format)
 
 
-def _check_tasks(config: Config, host: PluginHost, *, trains: bool) -> None:
-    """Raise ConfigError if there is nothing to train on, or to measure."""
-    if config.tasks or (config.validation.sets and not trains):
-        return
+def _no_task(host: PluginHost, *, trains: bool) -> ConfigError:
+    """Return the error if there is nothing to train on, or to measure."""
     offered = sorted(f"{p.name}:{n}" for p in host.plugins for n in p.offers.get("environment", ()))
     whole = [name for name in offered if trains and not name.endswith("*")]
     first = next((name for name in whole if _stands_alone(name, host)), "")
     proposed = f"try grpo-core train --env {first}; " if first else ""
-    raise ConfigError(
+    return ConfigError(
         f"no task to {'train on' if trains else 'measure'}: give an environment with --env NAME, or "
         f"[tasks.NAME] in CONFIG.toml; {proposed}installed: "
         + (", ".join(offered) or "none (pip install grpo-plugin-math, for one)")
@@ -181,20 +180,20 @@ def _check_choices(config: Config, host: PluginHost, *, trains: bool) -> None:
                 host.check_values(cast(Kind, kind), name, options, **known)
 
 
-def _check_scores(parts: Parts) -> None:
+def _check_scores(setup: RunSetup) -> None:
     """Raise ConfigError if loss, scores and trainer do not fit, ModelError if a score's model is none."""
-    config, scores, loss = parts.config, parts.scores, f"the loss {parts.config.loss.name!r}"
-    needed = score_names(parts.loss.needs)
+    config, scores, loss = setup.config, setup.scores, f"the loss {setup.config.loss.name!r}"
+    needed = score_names(setup.loss.needs)
     if idle := sorted(config.scores.keys() - set(needed)):
         reads = ", ".join(needed) or "no score"
         raise ConfigError(f"[scores.{idle[0]}] does nothing: with its options {loss} reads {reads}")
-    if not parts.trains:
+    if not setup.trains:
         return
     if missing := next((name for name in needed if name not in scores), ""):
         raise ConfigError(
             f"{loss} compares with the score {missing!r}; write\n[scores.{missing}]\nweights = (a model)"
         )
-    offered = sorted(cast(TrainerOffer, parts.plugins.find("trainer", config.trainer.name).offer).scores)
+    offered = sorted(cast(TrainerOffer, setup.plugins.find("trainer", config.trainer.name).offer).scores)
     for name, score in scores.items():
         kind = "model" if score.model else score.weights
         if kind not in offered:
@@ -269,9 +268,9 @@ def interval_of(metric: str, config: Config, key: str) -> tuple[str, int]:
     )
 
 
-def _check_set(name: str, parts: Parts) -> None:
+def _check_set(name: str, setup: RunSetup) -> None:
     """Raise ConfigError or PluginError if a validation set cannot be measured."""
-    config, validation = parts.config, parts.config.validation
+    config, validation = setup.config, setup.config.validation
     key = f"validation.sets.{name}"
     chosen = validation.sets[name]
     if name in config.tasks:
@@ -283,14 +282,14 @@ def _check_set(name: str, parts: Parts) -> None:
         raise ConfigError(
             f"{key}.task is {chosen.task!r}; the tasks are {', '.join(config.tasks) or '(none)'}"
         )
-    if parts.trains and chosen.every is None and not validation.every:
+    if setup.trains and chosen.every is None and not validation.every:
         raise ConfigError(
             f"{key} is never measured, since validation.every is 0: set {key}.every, to 0 if only "
             "`grpo-core validate` should measure it"
         )
     for environment in validation.environments([name]).values():
-        check_task(key, environment, config.environment, parts.plugins, remote=parts.placement.remote)
-        check_data(key, name, environment, parts.plugins)
+        check_task(key, environment, config.environment, setup.plugins, remote=setup.placement.remote)
+        check_data(key, name, environment, setup.plugins)
 
 
 def _check_strategy(strategy: ValidationStrategy, of_set: str, validation: ValidationConfig) -> None:

@@ -1,4 +1,4 @@
-"""The parts that a configuration names, and the functions that make each of them; nothing starts here."""
+"""The components that a configuration names, and the functions that make them; nothing starts here."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ PROMPTS = 12
 
 
 @define(eq=False)
-class Parts:
-    """The parts of a run, which ``make`` sets in this order."""
+class RunSetup:
+    """The components of a run, which ``make`` sets in this order."""
 
     config: Config
     """The configuration; keys that depend on the model or the prompts are completed when these are known."""
@@ -105,8 +105,6 @@ class Parts:
     """The data plane of a run that trains, not yet started."""
     transport: str = field(init=False)
     """The transport of weights from the trainer to the engines."""
-    places: FairSemaphore = field(init=False)
-    """The limit of concurrent rollouts, of training and validation together."""
     _kept: AsyncExitStack = field(init=False, factory=AsyncExitStack)
 
     def keep(self, part: T) -> T:
@@ -114,10 +112,6 @@ class Parts:
         if hasattr(part, "aclose"):
             self._kept.push_async_callback(part.aclose)
         return part
-
-    @places.default
-    def _places(self) -> FairSemaphore:
-        return FairSemaphore(self.config.rollout.max_in_flight or UNLIMITED)
 
     async def aclose(self) -> None:
         """Close all that was made, the last part first."""
@@ -196,26 +190,26 @@ def engine_setup(
 
 
 def engines(
-    parts: Parts, devices: Devices, model: str, logs: Path | None = None
+    setup: RunSetup, devices: Devices, model: str, logs: Path | None = None
 ) -> dict[str, protocols.Engine]:
     """Make the engines with their GPUs, not yet started, by the keys of their sections.
 
     Args:
-        parts: of the run.
+        setup: of the run.
         devices: the GPUs of the engines.
         model: directory of the model.
         logs: directory of the log files.
     """
-    config, made = parts.config, {}
-    for key, section in parts.engines.items():
-        with_training = parts.trains and (config.pipeline.max_staleness > 0 or key != "engine")
+    config, made = setup.config, {}
+    for key, section in setup.engines.items():
+        with_training = setup.trains and (config.pipeline.max_staleness > 0 or key != "engine")
         own = logs / "validation" if logs and key != "engine" else logs
-        setup = engine_setup(config, section, model, logs=own, colocated=with_training, trains=parts.trains)
-        variables = [{**parts.plugins.variables(), **each} for each in devices.engines.get(key) or [{}]]
-        made[key] = parts.keep(
-            parts.placement.engine(
-                evolve(section, workers=workers_of(section, parts.plugins)),
-                evolve(setup, shares_gpu=key in devices.shared),
+        chosen = engine_setup(config, section, model, logs=own, colocated=with_training, trains=setup.trains)
+        variables = [{**setup.plugins.variables(), **each} for each in devices.engines.get(key) or [{}]]
+        made[key] = setup.keep(
+            setup.placement.engine(
+                evolve(section, workers=workers_of(section, setup.plugins)),
+                evolve(chosen, shares_gpu=key in devices.shared),
                 variables,
                 canary_tolerance(config.health, section),
             )
@@ -470,13 +464,14 @@ def buffer(config: Config) -> Buffer[Prompt, Group]:
 
 
 def checks(
-    parts: Parts,
+    config: Config,
+    remarks: Sequence[Remark],
     environments: Mapping[str, EnvironmentPool],
     prompts: Mapping[str, Sequence[Prompt]],
     renderer: Renderer,
 ) -> Checks:
     """Make the checks that end a run which cannot learn."""
-    config, limits = parts.config, parts.config.health
+    limits = config.health
     some = [prompt for part in prompts.values() for prompt in part[: max(1, PROMPTS // len(prompts))]]
     ends = [tuple(renderer.prompt_ids(each.messages)[-LENGTH:]) for each in some[:PROMPTS]]
     return Checks(
@@ -493,7 +488,7 @@ def checks(
         correction=", ".join(
             f"loss.options.{name} = {value!r}" for name, value in config.loss.options.items()
         ),
-        uncorrected=next((each.message for each in parts.remarks if each.costs), ""),
+        uncorrected=next((each.message for each in remarks if each.costs), ""),
     )
 
 
@@ -510,8 +505,7 @@ def schedule(config: Config, *, began: float = 0.0) -> Schedule:
     attempts = rollout.max_retries + 2
     rounds = 1
     if rollout.max_in_flight:
-        groups = (pipeline.max_staleness + 1) * trainer.prompts_per_step
-        rounds = -(-groups // max(1, rollout.max_in_flight // rollout.group_size))
+        rounds = -(-config.slots // max(1, rollout.max_in_flight // rollout.group_size))
     return Schedule(
         validations=intervals(validation),
         save_every=checkpoint.every,
@@ -528,16 +522,14 @@ def schedule(config: Config, *, began: float = 0.0) -> Schedule:
     )
 
 
-def lost_budget(config: Config) -> LostBudget:
+def lost_budget(rollout: RolloutConfig, slots: int) -> LostBudget:
     """Make the limit of rollouts lost in a row: all attempts of all outstanding slots."""
-    rollout = config.rollout
-    outstanding = (config.pipeline.max_staleness + 1) * config.trainer.prompts_per_step
-    return LostBudget(outstanding * rollout.group_size * (rollout.max_retries + 1))
+    return LostBudget(slots * rollout.group_size * (rollout.max_retries + 1))
 
 
 def budgets(config: Config, environments: Mapping[str, EnvironmentPool]) -> ObserveAttempt:
     """Make the observer of attempts, which raises when too many calls fail or rollouts are lost."""
-    lost, max_retries = lost_budget(config), config.rollout.max_retries
+    lost, max_retries = lost_budget(config.rollout, config.slots), config.rollout.max_retries
     of_task = {task: ErrorBudget(task, config.environment.max_error_rate) for task in environments}
 
     def observe(task: str, rollouts: Sequence[Rollout], attempts: int) -> None:
@@ -550,45 +542,48 @@ def budgets(config: Config, environments: Mapping[str, EnvironmentPool]) -> Obse
     return observe
 
 
-def validation(
-    parts: Parts,
-    held_out: Sequence[HeldOut],
-    engine: protocols.Engine,
+def playing(
+    rollout: RolloutConfig,
+    environments: Mapping[str, EnvironmentClient],
     renderer: protocols.Renderer,
     *,
-    emit: Callable[[Event], None],
-    last: int = 0,
-) -> Validation:
-    """Make the validation of a run's versions up to the ``last`` one."""
-    rollout = parts.config.rollout
-    shared = Context(
-        version=0,
-        prompts={},
-        engine=engine,
-        environments={},
-        renderer=renderer,
-        sampling=sampling_params(rollout),
-        retries=rollout.max_retries,
-        seed=parts.config.seed,
-        group_size=rollout.group_size,
-        places=parts.places,
-    )
-    chosen = {part.name: parts.strategies[part.name] for part in held_out}
-    return Validation(parts=held_out, strategies=chosen, shared=shared, last=last, emit=emit)
-
-
-def playing(
-    parts: Parts, environments: Mapping[str, EnvironmentClient], renderer: protocols.Renderer
+    seed: int,
 ) -> Playing:
     """Make the settings for playing groups."""
     return Playing(
         environments=environments,
         renderer=renderer,
-        sampling=sampling_params(parts.config.rollout),
-        group_size=parts.config.rollout.group_size,
-        places=parts.places,
-        seed=parts.config.seed,
+        sampling=sampling_params(rollout),
+        group_size=rollout.group_size,
+        places=FairSemaphore(rollout.max_in_flight or UNLIMITED),
+        seed=seed,
     )
+
+
+def validation(
+    setup: RunSetup,
+    playing: Playing,
+    held_out: Sequence[HeldOut],
+    engine: protocols.Engine,
+    *,
+    emit: Callable[[Event], None],
+    last: int = 0,
+) -> Validation:
+    """Make the validation of a run's versions up to the ``last`` one, which shares the places of training."""
+    shared = Context(
+        version=0,
+        prompts={},
+        engine=engine,
+        environments={},
+        renderer=playing.renderer,
+        sampling=playing.sampling,
+        retries=setup.config.rollout.max_retries,
+        seed=playing.seed,
+        group_size=playing.group_size,
+        places=playing.places,
+    )
+    chosen = {part.name: setup.strategies[part.name] for part in held_out}
+    return Validation(parts=held_out, strategies=chosen, shared=shared, last=last, emit=emit)
 
 
 def sampling_params(config: RolloutConfig) -> SamplingParams:

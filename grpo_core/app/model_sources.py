@@ -311,10 +311,9 @@ def _of_run(target: str, path: Path, block: Sequence[str], step: int | None) -> 
         start = started_from(run, config, block)
         check_adapters(path, found.directory, start)
         return evolve(measured, model=start, adapters=saved)
-    made = (run.model / "config.json").exists()
     return EvalTarget(
         name=target,
-        model=run.model if made else None,
+        model=run.model if (run.model / "config.json").exists() else None,
         version=0,
         table=table,
         notes=(f"{target} has no checkpoint yet: measuring the model that it starts from",),

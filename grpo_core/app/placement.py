@@ -8,10 +8,11 @@ which may be fewer than the machine has.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -44,7 +45,7 @@ class Devices:
     """Environment variables of each worker, by the engine's key; empty if they get GPUs in another way."""
     shared: frozenset[str] = frozenset()
     """Keys of the engines that share a GPU with the trainer."""
-    told: str = ""
+    summary: str = ""
     """The choice in words, for the user; empty if there was none."""
 
 
@@ -129,27 +130,78 @@ class LocalPlacement:
     ) -> Devices:
         """Assign ``count`` GPUs as they are configured, or by this rule.
 
-        The trainer gets the first GPU that no engine names; an engine that names none gets all others.
+        The trainer gets the first GPUs that no engine names; an engine that names none gets all others.
 
         Raises ConfigError if configured GPUs do not exist, have the wrong number, or collide.
         """
         if trainer is not None:
             check_trainer(trainer, count, ranks)
-        named = {key: named_gpus(each.gpus, each.options.get("device")) for key, each in engines.items()}
-        for key, engine in engines.items():
-            check_list(f"{key}.gpus", engine.gpus, count)
+        named = {key: self.groups(key, engine, count) for key, engine in engines.items()}
         if not count:
             return Devices()
-        used = {gpu for gpus in named.values() for gpu in gpus or ()}
+        used = {gpu for groups in named.values() for group in groups or () for gpu in group}
         own = () if trainer is None else named_gpus(trainer.gpus, trainer.device)
-        trains = first_free(engines, used, count, ranks) if own is None else own
+        trains = self.free(engines, used, count, ranks) if own is None else own
         others = tuple(gpu for gpu in range(count) if gpu not in trains) or trains
         rest = tuple(gpu for gpu in others if gpu not in used) or others
+        shares = self.shares(rest, sum(engines[key].workers for key, own in named.items() if own is None))
+        chosen: dict[str, Sequence[Gpus]] = {}
         for key, engine in engines.items():
-            check_overlap(key, engine, trains)
-        chosen = {key: [rest if gpus is None else gpus] for key, gpus in named.items()}
-        shared = [key for key, (gpus,) in chosen.items() if not {*trains}.isdisjoint(gpus)]
-        return assigned(trainer, engines, trains, chosen, shared, count)
+            groups = named[key] or [next(shares) for _ in range(engine.workers)]
+            chosen[key] = self.visible_to(key, engine, groups, trains)
+        firsts = {key: {gpu for group in groups for gpu in group[:1]} for key, groups in chosen.items()}
+        shared = frozenset(key for key, gpus in firsts.items() if not gpus.isdisjoint(trains))
+        if count == 1:
+            return Devices(shared=shared)
+        said = [f"trainer {trains[0]}"] if trains else []
+        for key, groups in chosen.items():
+            if any(groups):
+                said.append(f"{key} " + ", ".join("+".join(map(str, group)) for group in groups))
+        devices = {key: str(each.options.get("device")) for key, each in engines.items() if not each.gpus}
+        by_number = {key for key, device in devices.items() if device.startswith("cuda:")}  # among all GPUs
+        return Devices(
+            trainer={} if trainer and trainer.device.startswith("cuda:") else _variables(trains),
+            engines={
+                key: [{} if key in by_number else _variables(group) for group in groups]
+                for key, groups in chosen.items()
+            },
+            shared=shared,
+            summary="GPUs: " + "; ".join(said) if said else "",
+        )
+
+    def groups(self, key: str, engine: EngineConfig, count: int) -> Sequence[Gpus] | None:
+        """Return the GPUs of each worker that a section names; None if it names none."""
+        check_list(f"{key}.gpus", engine.gpus, count)
+        gpus = named_gpus(engine.gpus, engine.options.get("device"))
+        return None if gpus is None else [gpus]
+
+    def free(self, engines: Mapping[str, EngineConfig], used: set[int], count: int, ranks: int) -> Gpus:
+        """Return the GPUs of a trainer that names none: the first that no engine names."""
+        free = [gpu for gpu in range(count) if gpu not in used]
+        if not free and count > 1 and any(engine.gpus for engine in engines.values()):
+            raise ConfigError(
+                f"the engines use all {count} GPUs of this machine: leave one for the trainer, or name the "
+                "trainer's in trainer.gpus"
+            )
+        return tuple(free[:ranks]) or (0,)
+
+    def shares(self, gpus: Gpus, workers: int) -> Iterator[Gpus]:
+        """Return the GPUs of each of the ``workers`` whose sections name none."""
+        return itertools.repeat(gpus, workers)
+
+    def visible_to(
+        self, key: str, engine: EngineConfig, groups: Sequence[Gpus], trains: Gpus
+    ) -> Sequence[Gpus]:
+        """Return the GPUs that the workers of an engine see; each computes on its first ones.
+
+        Raises ConfigError for an engine on the trainer's GPU, unless the sharing is clearly intended.
+        """
+        if {*engine.gpus} & {*trains} and {*engine.gpus} != {*trains}:
+            raise ConfigError(
+                f"{key}.gpus = {engine.gpus}: GPU {trains[0]} is the trainer's; leave it out there, or name "
+                "another one in trainer.gpus. They share a GPU only if neither has another one"
+            )
+        return groups
 
     def engine(
         self,
@@ -199,6 +251,11 @@ def named_gpus(gpus: Sequence[int] | None, device: object) -> Gpus | None:
 def check_trainer(trainer: TrainerConfig, count: int, ranks: int) -> None:
     """Raise ConfigError if the trainer's keys contradict each other or the machine."""
     device, gpus = trainer.device, trainer.gpus
+    if ranks > 1 and device.startswith("cuda:"):
+        raise ConfigError(
+            f'trainer.device = "{device}" is one GPU for {ranks} ranks (trainer.ranks); use "cuda", and name '
+            "their GPUs in trainer.gpus"
+        )
     if device.startswith("cuda") and not count:
         raise ConfigError(
             f'trainer.device = "{device}": this process sees no GPU; set it to "auto" or "cpu", or fix the '
@@ -223,66 +280,6 @@ def check_list(key: str, gpus: Sequence[int], count: int) -> None:
     if absent := [gpu for gpu in gpus if not 0 <= gpu < count]:
         here = f"{count}, numbered from 0 to {count - 1}" if count else "none that torch can use"
         raise ConfigError(f"{key} = {list(gpus)}: this machine has no GPU {absent[0]}; it has {here}")
-
-
-def first_free(
-    engines: Mapping[str, EngineConfig], used: Collection[int], count: int, ranks: int = 1
-) -> Gpus:
-    """Return the GPUs of a trainer that names none: the first that no engine names."""
-    free = [gpu for gpu in range(count) if gpu not in used]
-    if not free and count > 1 and any(engine.gpus for engine in engines.values()):
-        raise ConfigError(
-            f"the engines use all {count} GPUs of this machine: leave one for the trainer, or name the "
-            "trainer's in trainer.gpus"
-        )
-    return tuple(free[:ranks]) or (0,)
-
-
-def check_overlap(key: str, engine: EngineConfig, trains: Gpus) -> None:
-    """Raise ConfigError for an engine on the trainer's GPU, unless the sharing is clearly intended."""
-    gpus, theirs = {*engine.gpus}, {*trains}
-    if gpus & theirs and gpus != theirs:
-        raise ConfigError(
-            f"{key}.gpus = {engine.gpus}: GPU {trains[0]} is the trainer's; leave it out there, or name "
-            "another one in trainer.gpus. They share a GPU only if neither has another one"
-        )
-
-
-def assigned(
-    trainer: TrainerConfig | None,
-    engines: Mapping[str, EngineConfig],
-    trains: Gpus,
-    chosen: Mapping[str, Sequence[Gpus]],
-    shared: Collection[str],
-    count: int,
-) -> Devices:
-    """Return the GPUs of each process as environment variables, unless there is only one.
-
-    Args:
-        trainer: its section.
-        engines: sections of the engines, by key.
-        trains: GPUs of the trainer.
-        chosen: GPUs of the workers of each engine.
-        shared: keys of the engines that share a GPU with the trainer.
-        count: number of GPUs of this machine.
-    """
-    if count == 1:
-        return Devices(shared=frozenset(shared))
-    devices = {key: str(each.options.get("device")) for key, each in engines.items() if not each.gpus}
-    by_number = {key for key, device in devices.items() if device.startswith("cuda:")}  # among all GPUs
-    parts = [f"trainer {trains[0]}"] if trains else []
-    for key, groups in chosen.items():
-        if any(groups):
-            parts.append(f"{key} " + ", ".join("+".join(map(str, group)) for group in groups))
-    return Devices(
-        trainer={} if trainer and trainer.device.startswith("cuda:") else _variables(trains),
-        engines={
-            key: [{} if key in by_number else _variables(group) for group in groups]
-            for key, groups in chosen.items()
-        },
-        shared=frozenset(shared),
-        told="GPUs: " + "; ".join(parts) if parts else "",
-    )
 
 
 def _variables(group: Gpus) -> dict[str, str]:

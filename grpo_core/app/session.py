@@ -17,7 +17,7 @@ from attrs import evolve, frozen
 from grpo_core.app import making, model_sources, provenance
 from grpo_core.app.launch import configure_target, new_directory, unused
 from grpo_core.app.make import preflight
-from grpo_core.app.making import Parts
+from grpo_core.app.making import RunSetup
 from grpo_core.app.prompts import short_enough
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, ValidationConfig, as_toml
@@ -119,7 +119,7 @@ class Session:
 
 @contextlib.asynccontextmanager
 async def start_session(
-    parts: Parts,
+    setup: RunSetup,
     target: model_sources.EvalTarget,
     status: Callable[[str], None],
     *,
@@ -141,24 +141,24 @@ async def start_session(
         stack.enter_context(reported_to(lines_of_incidents(status)))
         status("starting the environments")
         tasks = await stack.enter_async_context(
-            Tasks.start(parts.config, parts.plugins, parts.placement, sets=sets)
+            Tasks.start(setup.config, setup.plugins, setup.placement, sets=sets)
         )
-        stack.push_async_callback(parts.aclose)
+        stack.push_async_callback(setup.aclose)
         if look is not None:
             await look(tasks)
         engine: Engine
         renderer: protocols.Renderer
-        if parts.text_engine:
-            (section,) = parts.engines.values()
-            setup = making.engine_setup(parts.config, section, "", logs=None, colocated=False, trains=False)
+        if setup.text_engine:
+            (section,) = setup.engines.values()
+            chosen = making.engine_setup(setup.config, section, "", logs=None, colocated=False, trains=False)
             renderer = TextRenderer()
-            hosted: Any = parts.plugins.make("engine", section.name, setup, **section.options)
+            hosted: Any = setup.plugins.make("engine", section.name, chosen, **section.options)
             engine = PlayingText(hosted, renderer)
             stack.push_async_callback(engine.aclose)
         else:
-            engine, renderer = await _start_engine(parts, target, tasks, stack, status)
+            engine, renderer = await _start_engine(setup, target, tasks, stack, status)
         yield Session(
-            config=parts.config,
+            config=setup.config,
             engine=engine,
             renderer=renderer,
             environments=tasks.environments,
@@ -167,7 +167,7 @@ async def start_session(
 
 
 async def _start_engine(
-    parts: Parts,
+    setup: RunSetup,
     target: model_sources.EvalTarget,
     tasks: Tasks,
     stack: contextlib.AsyncExitStack,
@@ -181,7 +181,7 @@ async def _start_engine(
     from grpo_core.training.building import saved_tensors
     from grpo_core.weights.shm import SharedMemoryWriter
 
-    config = parts.config
+    config = setup.config
     start = model_sources.StartModel(path=str(target.model))
     if target.model is None:
         request = model_sources.ModelRequest(
@@ -191,7 +191,7 @@ async def _start_engine(
             seed=config.seed,
             status=lambda message, part=None: status(message),
         )
-        start = await parts.model.start_model(request)
+        start = await setup.model.start_model(request)
         if (make := start.prepare) is not None:
             status(start.doing)
             threads = thread_count(config.trainer.threads, config.pipeline.max_staleness > 0)  # as training
@@ -201,12 +201,12 @@ async def _start_engine(
                 make()
 
             await asyncio.to_thread(prepare)
-    parts.config = config = model_sources.with_max_tokens(config, start.max_tokens)
-    path, (section,) = Path(start.path), parts.engines.values()
-    for _, odd in await preflight(config, parts.plugins, model=path):
+    setup.config = config = model_sources.with_max_tokens(config, start.max_tokens)
+    path, (section,) = Path(start.path), setup.engines.values()
+    for _, odd in await preflight(config, setup.plugins, model=path):
         status(f"warning: {odd}")
-    devices = await asyncio.to_thread(parts.placement.devices, None, parts.engines)  # may import torch
-    (engine,) = making.engines(parts, devices, str(path)).values()
+    devices = await asyncio.to_thread(setup.placement.devices, None, setup.engines)  # may import torch
+    (engine,) = making.engines(setup, devices, str(path)).values()
     if hasattr(engine, "started"):
         await engine.started()
     status("loading the model")
@@ -222,13 +222,13 @@ async def _start_engine(
 
 
 @frozen(kw_only=True)
-class Measurement:
+class ValidationRun:
     """A validation that is ready to play."""
 
     config: Config
     """The configuration of all tasks."""
-    parts: Parts
-    """The parts of the tasks to measure."""
+    setup: RunSetup
+    """The components of the tasks to measure."""
     target: model_sources.EvalTarget
     only: Sequence[str]
     directory: Path
@@ -252,7 +252,7 @@ class Measurement:
         finally:
             for event in played:
                 groups: Sequence[Group] = event.groups
-                if self.parts.text_engine:  # it has no tokens
+                if self.setup.text_engine:  # it has no tokens
                     groups = [evolve(g, rollouts=tuple(map(without_tokens, g.rollouts))) for g in groups]
                 write_validation(self.directory, event.version, groups)
             if not played:
@@ -268,7 +268,7 @@ class Measurement:
             "results": results,
         }
         report = masked(report)
-        provenance.write(self.directory, self.config, self.parts.plugins)
+        provenance.write(self.directory, self.config, self.setup.plugins)
         line = metrics_line(self.target.version, time.time(), validation_metrics(results))
         text = json.dumps(report, indent=2)
         files = {CONFIG: as_toml(self.config), "metrics.jsonl": line, "results.json": f"{text}\n"}
@@ -282,8 +282,7 @@ class Measurement:
         Args:
             emit: receives the rollouts, as an event, also if the strategy fails.
         """
-        parts, only = self.parts, self.only
-        config = parts.config
+        setup, only, config = self.setup, self.only, self.setup.config
         sets = [name for name in config.validation.sets if name in only or not only]
         found: Sequence[HeldOut] = ()
 
@@ -295,12 +294,12 @@ class Measurement:
                 said = ", ".join(map(repr, empty))
                 raise ConfigError(f"task {said}: there are no prompts for validation")
 
-        async with start_session(parts, self.target, status, sets=sets, look=look) as session:
+        async with start_session(setup, self.target, status, sets=sets, look=look) as session:
             renderer = session.renderer
             if isinstance(renderer, Renderer):  # a model's renderer
                 most = config.rollout.max_prompt_tokens
                 _, found, messages = await short_enough(most, {}, found, {}, renderer)
-                odd = await preflight(config, parts.plugins, renderer=renderer, held_out=found)
+                odd = await preflight(config, setup.plugins, renderer=renderer, held_out=found)
                 for _, message in [*messages.items(), *odd]:
                     status(message)
             for part in found:
@@ -308,7 +307,8 @@ class Measurement:
                 if there < wanted != ValidationConfig().prompts:  # somebody has chosen it
                     status(f"validation.prompts = {wanted}: there are {there}, and all of them are measured")
             status("validating")
-            validation = making.validation(parts, found, session.engine, renderer, emit=emit)
+            playing = making.playing(config.rollout, session.environments, renderer, seed=config.seed)
+            validation = making.validation(setup, playing, found, session.engine, emit=emit)
             return await validation.measure(self.target.version, validation.parts)
 
 
@@ -322,7 +322,7 @@ def prepare(
     output: Path | None,
     block: Sequence[str] = (),
     offers: Offers = NO_OFFERS,
-) -> Measurement:
+) -> ValidationRun:
     """Prepare to measure a target; raises GrpoError for wrong input.
 
     Args:
@@ -337,10 +337,10 @@ def prepare(
     """
     with wrong_input():
         chosen = model_sources.find_target(target, changes.get("plugins"), block, step)
-    parts = configure_target(chosen, changes, block, offers, tasks=tasks)
-    config = parts.config
+    setup = configure_target(chosen, changes, block, offers, tasks=tasks)
+    config = setup.config
     engine = (config.validation.engine or config.engine).name
-    if parts.text_engine:  # of a run only the tasks are used
+    if setup.text_engine:  # of a run only the tasks are used
         chosen = evolve(chosen, name=f"engine {engine}", model=None, version=0, notes=())
     elif target is None:
         raise ConfigError(
@@ -353,7 +353,7 @@ def prepare(
             f"--only {unknown[0]}: is neither a task nor a validation set; expected one of {', '.join(known)}"
         )
     if chosen.model is not None:
-        in_own_loop(preflight(config, parts.plugins, model=chosen.model))
+        in_own_loop(preflight(config, setup.plugins, model=chosen.model))
     if output is None:
         now = datetime.now().strftime("%Y%m%d-%H%M%S")
         in_run = Path(target, "validated", now) if target and Path(target, CONFIG).is_file() else None
@@ -362,6 +362,6 @@ def prepare(
     if only and chosen.model is not None:  # or the model may be made from the prompts of all tasks
         needed = {*only, *(one.task for name, one in config.validation.sets.items() if name in only)}
         tasks_of = {name: one for name, one in config.tasks.items() if name in needed}
-        parts.config = evolve(config, tasks=tasks_of)
+        setup.config = evolve(config, tasks=tasks_of)
     directory = new_directory(output)
-    return Measurement(config=config, parts=parts, target=chosen, only=only, directory=directory)
+    return ValidationRun(config=config, setup=setup, target=chosen, only=only, directory=directory)

@@ -136,7 +136,7 @@ def train(
             )
         path = RunDirectory.latest(RUNS) if resume == "latest" else Path(resume)
         start = continued(path, changes, block)
-    configured, host = start.parts.config, start.parts.plugins
+    configured, host = start.setup.config, start.setup.plugins
     view = configured.tracking.options.get("terminal", {}).get("view")
     tell = complain if view == "json" else say  # standard output has JSON and nothing else
     with to_a_reader():

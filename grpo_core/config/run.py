@@ -799,6 +799,11 @@ class Config(WithSections):
     health: HealthConfig = field(factory=HealthConfig)
     tracking: TrackingConfig = field(factory=TrackingConfig)
 
+    @property
+    def slots(self) -> int:
+        """Largest number of groups that are in flight or ready."""
+        return (self.pipeline.max_staleness + 1) * self.trainer.prompts_per_step
+
     def choices(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
         """Yield kind, name and options of each offer that is chosen."""
         for each in fields(type(self)):

@@ -470,8 +470,8 @@ def read(path: str, subset: str, split: str, *, who: str, delimiter: str = "") -
     if delimiter and Path(path).suffix not in DELIMITED:
         raise ConfigError(f"{named}: has no delimiter, as {' and '.join(DELIMITED)} have; leave it out")
     if not is_file(path):
-        parts = data_set(path, subset, split, named)
-        return None if parts is None else Ranges(parts, again)
+        slices = data_set(path, subset, split, named)
+        return None if slices is None else Ranges(slices, again)
     if subset:
         raise ConfigError(
             f"{named}: is a file, which has no subset {subset!r}; leave out data_options.subset"
@@ -493,15 +493,15 @@ class Ranges:
     """Ranges of the rows of others, one after another.
 
     Args:
-        parts: the name of rows, the rows, and the indices from and before which they belong to it.
+        slices: the name of rows, the rows, and the indices from and before which they belong to it.
         again: reads them, for a copy in another process.
     """
 
     read_at_start = True
 
-    def __init__(self, parts: Parts, again: Callable[[], Ranges | None] | None = None) -> None:
-        self.parts, self._again = parts, again
-        self._ends = list(accumulate(end - begin for *_, begin, end in parts))
+    def __init__(self, slices: Sequence[Slice], again: Callable[[], Ranges | None] | None = None) -> None:
+        self.slices, self._again = slices, again
+        self._ends = list(accumulate(end - begin for *_, begin, end in slices))
 
     def __reduce__(self) -> Any:
         return self._again, ()
@@ -513,17 +513,17 @@ class Ranges:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         nth = bisect_right(self._ends, index)
-        _, rows, _, end = self.parts[nth]
+        _, rows, _, end = self.slices[nth]
         return rows[end - self._ends[nth] + index]
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        for _, rows, begin, end in self.parts:
+        for _, rows, begin, end in self.slices:
             whole = (begin, end) == (0, len(rows))
             yield from rows if whole else (rows[index] for index in range(begin, end))
 
     def shared(self, other: Ranges) -> int:
         """Return the number of rows that are in both."""
-        pairs = [(a, b) for a in self.parts for b in other.parts if a[0] == b[0]]
+        pairs = [(a, b) for a in self.slices for b in other.slices if a[0] == b[0]]
         return sum(max(0, min(a[3], b[3]) - max(a[2], b[2])) for a, b in pairs)
 
 
@@ -544,11 +544,11 @@ def is_null(value: Any) -> bool:
 # ---------------------------------------------------------------------------------- data sets
 
 
-Parts = list[tuple[str, Rows, int, int]]
+Slice = tuple[str, Rows, int, int]
 
 
-def data_set(path: str, subset: str, split: str, who: str) -> Parts | None:
-    """Return the parts of a split; None if there is no split "validation".
+def data_set(path: str, subset: str, split: str, who: str) -> list[Slice] | None:
+    """Return the slices of a split; None if there is no split "validation".
 
     Raises ConfigError if there is no such data set or split.
     """
@@ -613,10 +613,10 @@ _READ_HERE = {"name", "version", "data_dir", "data_files", "description", "sep",
 
 def _of_files(datasets: Any, files: Sequence[str], config: Any, who: str) -> Ranges:
     here = datasets.DownloadManager().download_and_extract(list(files))
-    parts: Parts = []
+    slices: list[Slice] = []
     for name, path in zip(files, here, strict=True):
         suffix = next(each for each in reversed(Path(name).suffixes) if each in (*JSON, *DELIMITED))
         delimiter = config.delimiter or config.sep if suffix == ".csv" else ""
         rows = read_file(path, suffix, f"{who}: {name!r}", delimiter)
-        parts.append((name, rows, 0, len(rows)))
-    return Ranges(parts)
+        slices.append((name, rows, 0, len(rows)))
+    return Ranges(slices)

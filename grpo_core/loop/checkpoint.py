@@ -356,12 +356,13 @@ def _loader_file(task: str, *, safe: str = "") -> str:
 
 
 @frozen(kw_only=True)
-class Found:
-    """An intact checkpoint, and why newer ones were skipped."""
+class IntactCheckpoint:
+    """A checkpoint whose files are all intact."""
 
     directory: Path
     step: int
     passed_over: tuple[str, ...]
+    """Why newer ones cannot be used."""
 
 
 def complete_names(parent: Path) -> list[tuple[int, Path]]:
@@ -371,7 +372,7 @@ def complete_names(parent: Path) -> list[tuple[int, Path]]:
     return sorted(complete, key=lambda item: (item[0], not item[1].name.endswith(REPLACED)))
 
 
-def newest(parent: Path) -> Found | None:
+def newest(parent: Path) -> IntactCheckpoint | None:
     """Return the newest checkpoint whose files are all intact, or None if there is no checkpoint.
 
     Raises CheckpointError if there are checkpoints but all are damaged.
@@ -380,14 +381,14 @@ def newest(parent: Path) -> Found | None:
     for step, directory in reversed(complete_names(parent)):
         reason = fault(directory)
         if reason is None:
-            return Found(directory=directory, step=step, passed_over=tuple(passed_over))
+            return IntactCheckpoint(directory=directory, step=step, passed_over=tuple(passed_over))
         passed_over.append(f"{directory.name}: {reason}")
     if not complete_names(parent):
         return None
     raise CheckpointError(f"{parent}: no checkpoint can be used:\n    " + "\n    ".join(passed_over))
 
 
-def choose_checkpoint(run: Path, step: int | None = None) -> Found:
+def choose_checkpoint(run: Path, step: int | None = None) -> IntactCheckpoint:
     """Return a checkpoint of a run; without a step the newest one that is intact.
 
     Raises ConfigError if there is none, CheckpointError if it is damaged.
@@ -402,7 +403,7 @@ def choose_checkpoint(run: Path, step: int | None = None) -> Found:
         raise ConfigError(f"{run}: has no checkpoint of step {step}; there are: {known}")
     if (wrong := fault(there[step])) is not None:
         raise CheckpointError(f"{there[step]}: {wrong}; choose another step")
-    return Found(directory=there[step], step=step, passed_over=())
+    return IntactCheckpoint(directory=there[step], step=step, passed_over=())
 
 
 def fault(directory: Path) -> str | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from attrs import evolve
 
-from grpo_core.config import Config
+from grpo_core.config import Config, ModelConfig
 from grpo_core.contracts.records import WithSections
 from grpo_core.plugins.configured import ModelSection, model_section
 from grpo_core.storage.published import Published
@@ -62,7 +62,7 @@ def saved_tensors(
 
     if part is None:
         return load_tensors(model), "", None
-    source = _source(model, part, config)
+    source = _source(model, part, config.model)
     made = _section(config).build_model(source)
     return made.published(), made.base, source.published
 
@@ -86,7 +86,7 @@ def write_whole(model: Path, part: Path, config: Config, directory: Path, dtype:
     """
     import torch
 
-    exact = evolve(config, model=evolve(config.model, dtype="float32"))  # bfloat16 would lose small changes
+    exact = evolve(config.model, dtype="float32")  # bfloat16 would lose small changes
     record = Published.read(part)
     chosen = dtype or (record and record.merged) or "float32"
     return _section(config).write_whole(_source(model, part, exact), directory, getattr(torch, chosen))
@@ -98,7 +98,7 @@ def _section(config: Config) -> TrainedSection:
     return section
 
 
-def _source(model: Path, part: Path, config: Config) -> ModelSource:
+def _source(model: Path, part: Path, section: ModelConfig) -> ModelSource:
     import torch
 
     from grpo_core.training.model import ModelSource
@@ -108,6 +108,6 @@ def _source(model: Path, part: Path, config: Config) -> ModelSource:
         start=str(model),
         saved=part,
         published=None if record is None else getattr(torch, record.sent),
-        config=config.model,
+        config=section,
         device=torch.device("cpu"),
     )

@@ -14,7 +14,7 @@ from typing import Any
 from attrs import asdict, evolve
 
 from grpo_core.app import making
-from grpo_core.app.making import Parts
+from grpo_core.app.making import RunSetup
 from grpo_core.config import Config, as_table, build, merge
 from grpo_core.contracts.errors import GrpoError, TrackingError, describe, fault_of
 from grpo_core.contracts.events import (
@@ -183,24 +183,28 @@ class _Run:
         found |= leaks(prompts, held_out)
         warnings = [WarningRaised(step=0, cause=cause, message=text) for cause, text in found.items()]
         loaders = {name: IndexedLoader(name, own, seed=config.seed) for name, own in prompts.items()}
-        parts, chosen = Parts(config, _host()), config.validation
-        parts.sampler = making.sampler(config, _host())
-        parts.strategies = {"": _host().make("validation_strategy", chosen.name, **chosen.options)}
+        chosen = config.validation
+        sampler = making.sampler(config, _host())
+        setup = RunSetup(config, _host())
+        setup.strategies = {"": _host().make("validation_strategy", chosen.name, **chosen.options)}
         loss = making.loss(config.loss, _host())
-        parts.remarks = making.remarks_about(loss, config.trainer, config.pipeline)
-        stream = PromptStream(sampler=parts.sampler, loaders=loaders, name=config.sampler.name)
+        remarks = making.remarks_about(loss, config.trainer, config.pipeline)
+        stream = PromptStream(sampler=sampler, loaders=loaders, name=config.sampler.name)
         engine = self._engine(tables)
+        playing = making.playing(config.rollout, environments, renderer, seed=config.seed)
         validation = making.validation(
-            parts, held_out, engine, renderer, last=config.trainer.steps, emit=self.emit
+            setup, playing, held_out, engine, last=config.trainer.steps, emit=self.emit
         )
         pipeline = Pipeline(
             buffer=making.buffer(config),
             prompts=stream,
             engine=engine,
-            playing=making.playing(parts, environments, renderer),
+            playing=playing,
             learning=making.learning(config, loss, _host()),
             trainer=Learner(world, tables, config, seed=config.seed),
-            checks=evolve(making.checks(parts, environments, prompts, renderer), tolerance=Tolerance()),
+            checks=evolve(
+                making.checks(config, remarks, environments, prompts, renderer), tolerance=Tolerance()
+            ),
             schedule=making.schedule(config),
             emit=self.emit,
             readings=self._incidents.read,

@@ -171,14 +171,14 @@ async def _by_model(
         changes = _changes(of_run, task, name, options)
         if engine is not None:
             changes = merge({"engine": {"name": engine}}, changes)
-        parts = launch.configure_target(found, changes, block, tasks=True)
+        setup = launch.configure_target(found, changes, block, tasks=True)
     transcript = Transcript(Console(highlight=False), echo=True)
     errors = Console(stderr=True)
 
     def show(text: str) -> None:
         errors.print(text, style="dim", markup=False, soft_wrap=True)
 
-    async with start_session(parts, found, show) as session:
+    async with start_session(setup, found, show) as session:
         shown = ShownEnvironment(session.environments[task], transcript)
         streaming = asyncio.create_task(_stream(session, transcript))
         try:

@@ -361,11 +361,10 @@ def row_tokens(config: Config, positions: int) -> int:
 
 def outstanding(config: Config) -> int:
     """Return the largest number of concurrent rollouts of an engine."""
-    rollouts = (config.pipeline.max_staleness + 1) * config.trainer.prompts_per_step
     validation = config.validation
     held_out = validation.prompts * len(config.tasks) if validation.every else 0
     held_out += sum(validation.of_set(name).prompts for name in validation.due_sets)
-    return max(rollouts * config.rollout.group_size, held_out)
+    return max(config.slots * config.rollout.group_size, held_out)
 
 
 def _load(

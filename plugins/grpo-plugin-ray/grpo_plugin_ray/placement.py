@@ -87,11 +87,11 @@ class RayPlacement:
                 "Below 1 GPU for each worker, engines share the only GPU of a machine with the trainer"
             )
         if shares:
-            return Devices(shared=shared, told="the trainer shares this machine's only GPU with engines")
+            return Devices(shared=shared, summary="the trainer shares this machine's only GPU with engines")
         self._reservation = Reservation()
         return Devices(
             trainer=self._reservation.env_vars(),
-            told=f"Ray has reserved GPU {self._reservation.gpu} of this machine for the trainer",
+            summary=f"Ray has reserved GPU {self._reservation.gpu} of this machine for the trainer",
         )
 
     def engine(

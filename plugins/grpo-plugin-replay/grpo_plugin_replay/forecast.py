@@ -12,7 +12,6 @@ from attrs import evolve, frozen
 
 from grpo_core import ConfigError, Engine, EngineSetup, GrpoError, Prompt, Rollout, events
 from grpo_core.app import making
-from grpo_core.app.making import Parts
 from grpo_core.contracts.playing import derive_seed
 from grpo_core.data.samplers import PromptStream
 from grpo_core.engines.wrapped import LimitedEngine
@@ -127,7 +126,7 @@ def forecast(
     loaders = {task: PlannedLoader(task) for task in tasks}
     renderer, sampling = PlannedRenderer(times.rollout.prompt_tokens), making.sampling_params(config.rollout)
     unfiltered = evolve(config, filters={})  # filters read tokens, which are not simulated
-    lost, sampler = making.lost_budget(config), making.sampler(config, host)
+    lost, sampler = making.lost_budget(config.rollout, config.slots), making.sampler(config, host)
 
     def observe_attempt(task: str, rollouts: Sequence[Rollout], attempts: int) -> None:
         for rollout in rollouts:
@@ -159,7 +158,7 @@ def forecast(
             buffer=making.buffer(config),
             prompts=PromptStream(sampler=sampler, loaders=loaders, name=config.sampler.name),
             engine=engine,
-            playing=evolve(making.playing(Parts(config, host), environments, renderer), seed=seed),
+            playing=making.playing(config.rollout, environments, renderer, seed=seed),
             learning=making.learning(unfiltered, making.loss(config.loss, host), host),
             trainer=PlannedTrainer(times.trainer, seed=seed),
             checks=Checks(observe_attempt=observe_attempt),
