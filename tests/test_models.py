@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import hashlib
+import json
+import os
+import subprocess
+import sys
 import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -44,6 +50,80 @@ def test_a_hub_id_that_cannot_be_had(monkeypatch):
         ModelError, match=r"'no-one/nothing': no such directory here, and it cannot be loaded"
     ):
         local_directory("no-one/nothing")
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """Serves the model "someone/small"; yields its address, and the paths of all requests."""
+    directory, sha, asked = make_test_model(tmp_path / "model"), "a" * 40, []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            if "/resolve/" in self.path:
+                body = (directory / self.path.rpartition("/")[2]).read_bytes()
+            elif "/tree/" in self.path:
+                files = sorted(path for path in directory.iterdir() if path.is_file())
+                body = json.dumps(
+                    [{"type": "file", "path": f.name, "oid": f.name, "size": f.stat().st_size} for f in files]
+                ).encode()
+            else:
+                body = json.dumps({"id": "someone/small", "sha": sha}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("X-Repo-Commit", sha)
+            self.send_header("ETag", f'"{hashlib.sha1(body).hexdigest()}"')
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+    server.server_close()
+
+
+def train_from(hub, tmp_path, **settings):
+    address, asked = hub
+    settings = {"model.path": "someone/small", "trainer.steps": 1, "validation.every": 0} | settings
+    command = [sys.executable, "-m", "grpo_core", "train", "--env", "math:sort", "--output", "run"]
+    for name, value in settings.items():
+        command += ["--set", f"{name.replace('__', '.')}={value}"]
+    cache = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, **cache}, capture_output=True, text=True, check=False
+    )
+    return done, [path.rpartition("/")[2] for path in asked if "/resolve/" in path]
+
+
+@pytest.mark.parametrize(
+    ("settings", "about"),
+    [
+        ({"rollout__max_tokens": 100_000}, "rollout.max_tokens is 100000"),
+        ({"rollout__max_tokens": 4, "model__chat_template": "broken.jinja"}, "chat template"),
+    ],
+    ids=["positions", "template"],
+)
+def test_what_small_files_tell_is_refused_before_the_weights_are_downloaded(hub, tmp_path, settings, about):
+    (tmp_path / "broken.jinja").write_text("{% for %}")
+    done, files = train_from(hub, tmp_path, **settings)
+    assert done.returncode
+    assert about in done.stderr
+    assert "config.json" in files
+    assert "model.safetensors" not in files
+
+
+def test_a_model_of_the_hub_is_downloaded_once_and_trained(hub, tmp_path):
+    done, files = train_from(hub, tmp_path, rollout__max_tokens=4)
+    assert not done.returncode, done.stderr
+    assert "model.safetensors" in files
+    assert (tmp_path / "run" / "checkpoints").exists()
 
 
 @pytest.mark.parametrize("total", [20_000_000, None])

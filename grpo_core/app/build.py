@@ -39,6 +39,7 @@ from grpo_core.loop.metrics import validation_metrics
 from grpo_core.loop.pipeline import Pipeline, Validate, Watch, Written
 from grpo_core.loop.retention import Retention
 from grpo_core.loop.timeline import Timeline, taken_down
+from grpo_core.models.files import size_of
 from grpo_core.processes.aio import gather
 from grpo_core.processes.child import memory
 from grpo_core.processes.memory import spare_the_collector
@@ -258,12 +259,20 @@ async def _connected(run: TrainingRun, tasks: Tasks) -> Pipeline:
     async def training() -> Mapping[str, Sequence[Prompt]]:
         return prompts
 
+    def fits(model: str) -> None:
+        complete = with_max_tokens(config, 0)
+        making.check_lengths(complete.rollout, size_of(model, "max_position_embeddings"))
+        renderer = making.load_renderer(config.model, model, setup.engines.values())
+        for first in (prompt for part in prompts.values() for prompt in part[:1]):
+            renderer.prompt_ids(first.messages)
+
     request = ModelRequest(
         directory=directory.model,
         prompts=training,
         environments=environments,
         seed=config.seed,
         status=status,
+        check=fits,
     )
     model = await setup.model.start_model(request)
     early = model.prepare is None  # its files are here before the trainer has started
@@ -418,7 +427,7 @@ async def _rendered(
 ) -> tuple[Renderer, Mapping[str, Sequence[Prompt]], Sequence[HeldOut]]:
     """Load the renderer of the model; return it with the prompts that are short enough."""
     config, environments = run.setup.config, tasks.environments
-    sections = [each for each in (config.engine, config.validation.engine) if each is not None]
+    sections = run.setup.engines.values()
     renderer = await asyncio.to_thread(making.load_renderer, config.model, model, sections)
     most = config.rollout.max_prompt_tokens
     prompts, held_out, messages = await short_enough(

@@ -19,17 +19,22 @@ PROCESSOR = Path("/proc/cpuinfo")
 _TEMPLATES = Path(__file__).parent / "chat_templates"
 ADAPTERS = "adapter_config.json"
 """peft's file in every directory of adapters."""
-_PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
+WEIGHTS = "*.safetensors"
+_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 
 
-def local_directory(path: str) -> str:
+def local_directory(path: str, *, weights: bool = True) -> str:
     """Return the directory of a model; a hub id is downloaded once, into the hub's cache.
+
+    Args:
+        path: of the model.
+        weights: whether the weights are downloaded, too.
 
     Raises ModelError if there is no model at ``path``.
     """
     check_path(path)
     directory = Path(os.path.expanduser(path))
-    return str(directory) if directory.is_dir() else _download(path)
+    return str(directory) if directory.is_dir() else _download(path, weights=weights)
 
 
 def directory_here(path: str) -> Path | None:
@@ -42,9 +47,10 @@ def directory_here(path: str) -> Path | None:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path, allow_patterns=list(_PATTERNS), local_files_only=True))
+        directory = Path(snapshot_download(path, allow_patterns=list(_PATTERNS), local_files_only=True))
     except Exception:  # it is missing or incomplete
         return None
+    return directory if any(directory.glob(WEIGHTS)) else None
 
 
 def check_path(path: str, hint: str = "") -> None:
@@ -58,8 +64,8 @@ def check_path(path: str, hint: str = "") -> None:
         missing = [
             name for name in ("config.json", "tokenizer_config.json") if not (directory / name).exists()
         ]
-        if not any(directory.glob("*.safetensors")):
-            missing.append("*.safetensors")
+        if not any(directory.glob(WEIGHTS)):
+            missing.append(WEIGHTS)
         if missing:
             raise ModelError(
                 f"model {path!r}: this directory holds no transformers model: there is no "
@@ -116,13 +122,15 @@ def hub_cache(path: str) -> Path:
     return Path(HF_HUB_CACHE, f"models--{path.replace('/', '--')}")
 
 
-def _download(repository: str) -> str:
+def _download(repository: str, *, weights: bool) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()  # they would break the live view, which shows its own
     try:
-        return str(snapshot_download(repository, allow_patterns=list(_PATTERNS)))
+        return str(
+            snapshot_download(repository, allow_patterns=[*_PATTERNS, *([WEIGHTS] if weights else ())])
+        )
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
@@ -140,7 +148,7 @@ def weight_files(directory: Path) -> list[Path]:
     if whole.exists():
         return [whole]
     if not index.exists():
-        if files := sorted(directory.glob("*.safetensors")):
+        if files := sorted(directory.glob(WEIGHTS)):
             return files
         raise OSError("there are no *.safetensors files in it")
     try:
