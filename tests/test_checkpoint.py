@@ -116,7 +116,7 @@ def test_changes_of_a_sampler_after_the_cut_are_not_saved(tmp_path):
 
     sampler = Sampler()
     stream = PromptStream(sampler=sampler, loaders={}, name="mine")
-    pipeline = checkpoint.cut(Buffer(prompts_per_step=2, max_staleness=1, num_steps=5), stream)
+    pipeline = checkpoint.snapshot(Buffer(prompts_per_step=2, max_staleness=1, num_steps=5), stream)
 
     async def story():
         finish = await checkpoint.begin(
@@ -360,7 +360,7 @@ def a_cut(tmp_path, *names, unfinished=()):
         finish = await checkpoint.begin(
             tmp_path,
             step=0,
-            pipeline=checkpoint.cut(buffer, stream),
+            pipeline=checkpoint.snapshot(buffer, stream),
             loaders={task: loader.state_dict() for task, loader in loaders.items()},
             save_trainer=save_trainer,
             keep=1,
