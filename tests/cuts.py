@@ -12,7 +12,7 @@ from grpo_core.loop.buffer import Buffer
 def pipeline_at(step: int) -> dict[str, Any]:
     """Return the cut of a run that has made this many steps, and has nothing under way."""
     buffer: Buffer[Any, Any] = Buffer(prompts_per_step=2, max_staleness=1, num_steps=50)
-    cut = checkpoint.cut(buffer, PromptStream(sampler=RoundRobin(), loaders={}, name="round_robin"))
+    cut = checkpoint.snapshot(buffer, PromptStream(sampler=RoundRobin(), loaders={}, name="round_robin"))
     return {**cut, "buffer": {**cut["buffer"], "step": step}}
 
 

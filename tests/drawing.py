@@ -99,10 +99,10 @@ async def draw(name: str, folder: Path, steps: int, kill: tuple[int, str]) -> No
         end_at(step, "trained")
         buffer.advance()
         if buffer.step % EVERY == 0:
-            cut = checkpoint.cut(buffer, stream)
+            cut = checkpoint.snapshot(buffer, stream)
             states = checkpoint.loader_states({"t": loader}, cut["buffer"])
             finish = await checkpoint.begin(
-                folder / "checkpoints", step=buffer.step, pipeline={**cut, "measured": -1}, loaders=states,
+                folder / "checkpoints", step=buffer.step, pipeline={**cut, "validated": -1}, loaders=states,
                 save_trainer=_nothing, keep=2,
             )  # fmt: skip
             end_at(step, "saving")

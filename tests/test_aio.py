@@ -134,7 +134,7 @@ def test_slots_are_never_taken_twice_and_all_are_free_in_the_end(number, calls, 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience), slots.take(min(size, number)):
                 taken += min(size, number)
-                assert taken <= slots.taken <= number, "a call that has its slots may not have begun"
+                assert taken <= slots.used <= number, "a call that has its slots may not have begun"
                 try:
                     await asyncio.sleep(seconds)
                 finally:
@@ -145,9 +145,9 @@ def test_slots_are_never_taken_twice_and_all_are_free_in_the_end(number, calls, 
         async with asyncio.TaskGroup() as group:
             for each in calls:
                 group.create_task(call(slots, *each))
-        assert slots.taken == 0
+        assert slots.used == 0
         async with slots.take(number):
-            assert slots.taken == number
+            assert slots.used == number
 
     clock.run(main(), seed=seed)
 

@@ -362,7 +362,7 @@ def test_errors_name_arguments_and_no_options_of_the_command_line(tmp_path):
 
 
 def test_without_held_out_prompts_nothing_is_validated_unless_that_is_asked_for():
-    from grpo_core.api.given import arguments
+    from grpo_core.api.arguments import arguments
 
     plain = arguments(ordered, iter(["a"]), {})
     assert plain.defaults({}) == {"validation": {"every": 0}}
@@ -396,7 +396,7 @@ def test_the_handlers_of_the_program_come_back_and_ctrl_c_ends_a_validation(made
 
 
 def test_a_loss_is_named_by_its_file():
-    from grpo_core.api.given import arguments
+    from grpo_core.api.arguments import arguments
     from grpo_core.losses import grpo
 
     named = arguments(None, None, {"loss": grpo}).table["loss"]["name"]

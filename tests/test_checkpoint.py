@@ -94,7 +94,7 @@ def test_one_of_the_format_before_is_not_used(tmp_path):
     """Its pipeline.json names the strategy of a validation by a key, and this one by a pair."""
     manifest = write(tmp_path, step=1) / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 7}))
-    assert checkpoint.fault(manifest.parent) == "written in format 7, this version reads format 8"
+    assert checkpoint.fault(manifest.parent) == "written in format 8, this version reads format 9"
 
 
 def test_one_that_was_passed_over_does_not_outlive_the_next(tmp_path):
@@ -116,7 +116,7 @@ def test_changes_of_a_sampler_after_the_cut_are_not_saved(tmp_path):
 
     sampler = Sampler()
     stream = PromptStream(sampler=sampler, loaders={}, name="mine")
-    pipeline = checkpoint.cut(Buffer(prompts_per_step=2, max_staleness=1, num_steps=5), stream)
+    pipeline = checkpoint.snapshot(Buffer(prompts_per_step=2, max_staleness=1, num_steps=5), stream)
 
     async def story():
         finish = await checkpoint.begin(
@@ -360,7 +360,7 @@ def a_cut(tmp_path, *names, unfinished=()):
         finish = await checkpoint.begin(
             tmp_path,
             step=0,
-            pipeline=checkpoint.cut(buffer, stream),
+            pipeline=checkpoint.snapshot(buffer, stream),
             loaders={task: loader.state_dict() for task, loader in loaders.items()},
             save_trainer=save_trainer,
             keep=1,

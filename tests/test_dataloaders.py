@@ -476,7 +476,7 @@ def test_prompts_in_use_of_a_stream_come_back_from_a_checkpoint(opened, runner, 
     async def story():
         await loaders["t"].first(4)
         buffer.assign(buffer.reserve(), loaders["t"].take(4))
-        cut = checkpoint.cut(buffer, stream)
+        cut = checkpoint.snapshot(buffer, stream)
         finish = await checkpoint.begin(
             tmp_path,
             step=1,

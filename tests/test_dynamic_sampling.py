@@ -152,7 +152,7 @@ class Run:
 
     async def save(self, version, failure):
         """The cut as the checkpoint writes it, and the trainer's version."""
-        cut = checkpoint.cut(self.buffer, self.drawn_from)
+        cut = checkpoint.snapshot(self.buffer, self.drawn_from)
         state = json.loads(checkpoint.as_json(cut))
         loaders = {task: loader.state_dict() for task, loader in self.loaders.items()}
         self.saved.append((json.dumps([state, loaders, version, self.trainer.state]), cut["buffer"]["ready"]))

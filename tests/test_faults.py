@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 
 from grpo_core import Environment, Prompt, ValidationStrategy, testing
-from grpo_core.api.given import arguments
+from grpo_core.api.arguments import arguments
 from grpo_core.commands.complaints import hidden
 from grpo_core.config import read_toml
 from grpo_core.contracts.errors import CodeError, ConfigError, PluginError, fault_of, plugin_errors
 from grpo_core.contracts.records import Episode, Feedback
 from grpo_core.environments.host import EnvironmentHost, evaluate_of
 from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.testing import FakeEngine, HostedEnvironment, measured_by, prompts, strategies
+from grpo_core.testing import FakeEngine, HostedEnvironment, prompts, results_of, strategies
 from grpo_core.testing import run as on_virtual_time
 from grpo_plugin_math.exercises import sort
 
@@ -165,7 +165,7 @@ class Plays(ValidationStrategy):
 def measured(strategy, environment):
     held_out, engine = {"task": prompts(4)}, FakeEngine()
     engine.version = 0
-    story = measured_by(strategy, held_out, engine=engine, environments={"task": environment}, max_tokens=4)
+    story = results_of(strategy, held_out, engine=engine, environments={"task": environment}, max_tokens=4)
     return on_virtual_time(story)
 
 

@@ -36,12 +36,12 @@ def digests(weights, state=None):
 def test_any_changed_bit_changes_the_fingerprint_and_names_the_tensor(size, dtype):
     torch.manual_seed(0)
     weights = {name: (torch.randn(size) * 9).to(dtype) for name in ("a", "b")}
-    taken = digests(weights).taken()
-    assert digests(weights).taken() == taken
+    taken = digests(weights).current()
+    assert digests(weights).current() == taken
     for place in {0, size // 2, size - 1}:
         changed = {name: value.clone() for name, value in weights.items()}
         changed["b"].view(torch.uint8)[place * changed["b"].itemsize] ^= 1
-        other = digests(changed).taken()
+        other = digests(changed).current()
         assert (other.weights != taken.weights, other.optimizer) == (True, taken.optimizer)
 
 
@@ -49,14 +49,14 @@ def test_numbers_that_change_places_change_the_fingerprint():
     weights = {"a": torch.arange(6 * BLOCK, dtype=torch.float32)}
     swapped = weights["a"].clone()
     swapped[[2, 4 * BLOCK]] = swapped[[4 * BLOCK, 2]]
-    assert digests({"a": swapped}).taken().weights != digests(weights).taken().weights
+    assert digests({"a": swapped}).current().weights != digests(weights).current().weights
 
 
 def test_names_are_sent_once_and_again_when_the_tensors_change():
     of = digests({"w": torch.zeros(3)})
-    assert [of.taken().names, of.taken().names] == [("w",), ()]
+    assert [of.current().names, of.current().names] == [("w",), ()]
     of._optimizers.tensors = {"w/moment": torch.zeros(3), "w/step": torch.tensor(1.0)}
-    assert of.taken().names == ("w", "w/moment")
+    assert of.current().names == ("w", "w/moment")
 
 
 @pytest.mark.long

@@ -511,7 +511,7 @@ import importlib.util, sys
 spec = importlib.util.spec_from_file_location("schemas", sys.argv[1])
 schemas = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(schemas)
-schemas.given = sys.argv[2]
+schemas.source = sys.argv[2]
 assert schemas.chat_template_utils().get_json_schema(None) == "no torch"
 assert "numpy" not in sys.modules, "whoever imports it later must hear that it is missing"
 """

@@ -34,7 +34,7 @@ from grpo_core.loop.metrics import (
     truncated,
     validation_metrics,
 )
-from grpo_core.loop.timeline import Timeline, taken_down
+from grpo_core.loop.timeline import Timeline, recorded_by
 from grpo_core.processes.child import memory
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.validation.strategies import Greedy
@@ -133,7 +133,7 @@ def pattern(entry):
 
 def names_of_a_run(strategy, path, **changes):
     """Names in metrics.jsonl of a run of the real pipeline, validation strategy and trackers."""
-    with taken_down(Timeline()):
+    with recorded_by(Timeline()):
         run = a_run(path, strategy, **changes)
     rows = map(json.loads, (run.path / METRICS_JSONL).read_text().splitlines())
     return {name for row in rows for name in row} - {"step", "time"}

@@ -103,7 +103,7 @@ BEYOND = {
         TrainerConfig copies engine_metrics interpreters offers wire
     """,
     "grpo-plugin-scale": """
-        EngineConfig FullModel MicroBatch Passes Scorer StartProcess Tolerance TrainerConfig canary copies cpu
+        EngineConfig FullModel MicroBatch Passes Scorer StartProcess Tolerance canary copies cpu
         during engine_metrics find_transport layout memory placement plan publishing reported_as room_for
     """,
 }

@@ -297,7 +297,7 @@ def a_run(path, *, ready=0, settings=(), run=None):
             directory.checkpoints,
             step=0,
             pipeline={
-                **checkpoint.cut(buffer, stream),
+                **checkpoint.snapshot(buffer, stream),
                 "run": run or identity(config, Path(config.model.path)),
             },
             loaders={task: loader.state_dict() for task, loader in loaders.items()},
@@ -537,7 +537,7 @@ def with_all_there_is(state):
         "sampler": {"drawn": 3, "rates": {"sort": [[0, 0.5]]}, "quotas": quotas},
         "validation": {"": ["paired", {"sort": standard}]},
         "goal": {"reward/sort": 0.5},
-        "measured": 0,
+        "validated": 0,
     }
 
 

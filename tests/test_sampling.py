@@ -108,8 +108,8 @@ def test_distributions_are_cut_as_by_the_warpers_of_transformers(
     expected = logits.clone()
     for warper in warpers:
         expected = warper(None, expected)
-    cuts = torch.tensor([sampling.cut(top_k=top_k, top_p=top_p, min_p=min_p)] * 3, dtype=torch.float64)
-    found = sampling.cut_(logits / temperature, cuts)
+    cuts = torch.tensor([sampling.truncation(top_k=top_k, top_p=top_p, min_p=min_p)] * 3, dtype=torch.float64)
+    found = sampling.truncate_(logits / temperature, cuts)
     assert torch.equal(found.isinf(), expected.isinf())
     tokens, logprobs = sampling.sample(
         logits.clone(),
@@ -126,7 +126,7 @@ def test_a_row_that_is_not_cut_is_the_same_bit_for_bit_next_to_one_that_is(vocab
     logits = torch.randn(64, vocabulary, generator=torch.Generator().manual_seed(2))
     uniforms = sampling.next_uniforms(sampling.counters(range(64)))
     cuts = torch.zeros(64, 3, dtype=torch.float64)
-    cuts[::2] = torch.tensor(sampling.cut(top_k=2, top_p=1.0, min_p=0.0), dtype=torch.float64)
+    cuts[::2] = torch.tensor(sampling.truncation(top_k=2, top_p=1.0, min_p=0.0), dtype=torch.float64)
     mixed, whole = (sampling.sample(logits.clone(), uniforms, None, each) for each in (cuts, None))
     assert all(torch.equal(one[1::2], other[1::2]) for one, other in zip(mixed, whole, strict=True))
     assert (logits.argsort(descending=True)[::2, :2] == mixed[0][::2, None]).any(1).all()

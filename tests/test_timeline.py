@@ -11,7 +11,7 @@ from recording import record
 
 from grpo_core.config import Config, TrackingConfig
 from grpo_core.contracts.events import Span, TimelineExtended
-from grpo_core.loop.timeline import GAP, MOST, Timeline, during, stage, take_spans, taken_down
+from grpo_core.loop.timeline import GAP, MOST, Timeline, during, recorded_by, stage, take_spans
 
 
 class Clock:
@@ -56,7 +56,7 @@ def test_the_stages_of_the_loop_follow_one_another_without_a_gap(clock, timeline
 def test_each_stage_is_reported_when_it_begins(clock):
     told = []
     timeline = Timeline(clock, tell=told.append)
-    with taken_down(timeline):
+    with recorded_by(timeline):
         stage("first weight sync")
         stage("wait for groups")
     assert told == ["first weight sync", "wait for groups"]
@@ -108,7 +108,7 @@ def test_without_a_timeline_nothing_is_recorded(clock, timeline):
     with during("trainer", "step"):
         clock.now = 1.0
     assert take_spans() == timeline.take() == ()
-    with taken_down(timeline), during("trainer", "step"):
+    with recorded_by(timeline), during("trainer", "step"):
         clock.now = 2.0
         (span,) = take_spans()
         assert (span.lane, span.what, span.begin, span.end) == ("trainer", "step", 1.0, 2.0)

@@ -465,7 +465,7 @@ def test_lines_are_wrapped_at_words_on_a_terminal_and_nowhere_else():
 def resumed(run, *events, measured):
     """The view of a run that continues after step 1."""
     out = io.StringIO()
-    tracker = on(out, terminal=True, directory=run.path, resumed_from=1, measured=measured)
+    tracker = on(out, terminal=True, directory=run.path, resumed_from=1, validated=measured)
     for event in (StatusChanged(message="loading the model"), *events):
         tracker.event(event)
     tracker.close()

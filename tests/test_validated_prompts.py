@@ -35,7 +35,7 @@ def part(known, wanted, *, seed=0, **given):
 
 
 def ids(held_out):
-    return [int(prompt.id) for prompt in held_out.measured()["sums"]]
+    return [int(prompt.id) for prompt in held_out.selection()["sums"]]
 
 
 def test_a_part_of_the_prompts_is_chosen_from_all_of_them_by_the_seed():

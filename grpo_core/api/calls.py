@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from grpo_core.api.given import arguments, configuration, names, trackers
+from grpo_core.api.arguments import arguments, configuration, names, trackers
 from grpo_core.api.run import Run
 from grpo_core.app import build
 from grpo_core.app.launch import configure_target, continued, new_run

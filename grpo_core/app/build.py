@@ -38,7 +38,7 @@ from grpo_core.loop.health import Trend
 from grpo_core.loop.metrics import validation_metrics
 from grpo_core.loop.pipeline import Pipeline, Validate, Watch, Written
 from grpo_core.loop.retention import Retention
-from grpo_core.loop.timeline import Timeline, taken_down
+from grpo_core.loop.timeline import Timeline, recorded_by
 from grpo_core.models.files import size_of
 from grpo_core.processes.aio import gather
 from grpo_core.processes.child import memory
@@ -95,7 +95,7 @@ async def train(
     unproved, inexact = 0, list[str]()
     with interruptions(trackers.status, stop or Stop()) as interruptible:
         try:
-            with reported_to(trackers.report), taken_down(timeline):
+            with reported_to(trackers.report), recorded_by(timeline):
                 timeline.stage("start")
                 if run.finished is None:
                     async with started(run) as (pipeline, tasks):
@@ -156,7 +156,7 @@ def _make_trackers(run: TrainingRun, listeners: Mapping[str, Tracker]) -> None:
     own: dict[str, Tracker] = {"room on the disk": room}
     if kept.best:
         own["retention of checkpoints"] = run.retention
-    info = directory.info(config, run.step, run.measured) if resume else directory.info(config, None)
+    info = directory.info(config, run.step, run.validated) if resume else directory.info(config, None)
     made = make_trackers(config, run.setup.plugins, partial(trackers.info, info))
     trackers.add({**own, **made, **listeners}, checkpoint.read_trackers(resume.directory) if resume else {})
 
@@ -229,7 +229,7 @@ def _started(run: TrainingRun, buffer: BufferStatistics) -> events.RunStarted:
         resumed=run.resume is not None,
         buffer=asdict(buffer),
         manifest=checkpoint.manifest_digest(run.resume.directory) if run.resume else "",
-        measured=run.measured,
+        validated=run.validated,
     )
 
 
@@ -353,7 +353,7 @@ async def _connected(run: TrainingRun, tasks: Tasks) -> Pipeline:
         notes = checkpoint.restore(saved, buffer, loaders, stream)
         for note in (*notes, *checkpoint.restore_validation(saved, validation)):
             status(f"resuming: {note}")
-        validation.validated_version = run.measured
+        validation.validated = run.validated
         with wrong_input():  # a dataloader that does not give its rows again is an error now
             await gather(loader.first(1) for loader in loaders.values())
     validate: Validate = validation
@@ -375,12 +375,12 @@ async def _connected(run: TrainingRun, tasks: Tasks) -> Pipeline:
     shared: list[Any] = [engines[key] for key in sorted(devices.shared)]
 
     async def save(step: int, failure: Failure | None) -> Written:
-        cut = checkpoint.cut(buffer, stream, validation, failure)
+        cut = checkpoint.snapshot(buffer, stream, validation, failure)
         states, weights = run.trackers.states(), engine.weights  # at the moment of the cut
         return await checkpoint.begin(
             directory.checkpoints,
             step=step,
-            pipeline={**cut, "measured": validation.validated_version, "goal": run.goal, "run": process},
+            pipeline={**cut, "validated": validation.validated, "goal": run.goal, "run": process},
             loaders=checkpoint.loader_states(loaders, cut["buffer"]),
             trackers=states,
             save_trainer=trainer.save,
@@ -408,7 +408,7 @@ async def _connected(run: TrainingRun, tasks: Tasks) -> Pipeline:
             **memory(),
         },
         validate=validate,
-        validate_first=validation.validated_version < run.step,
+        validate_first=validation.validated < run.step,
         save=save,
         resting=[each for each in shared if hasattr(each, "rest")],
     )

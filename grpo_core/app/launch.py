@@ -288,9 +288,9 @@ class TrainingRun:
         return self.resume.step if self.resume else 0
 
     @property
-    def measured(self) -> int:
+    def validated(self) -> int:
         """The newest version validated before, or a newer number."""
-        return self.resume.saved.measured if self.resume else -1
+        return self.resume.saved.validated if self.resume else -1
 
     @property
     def finished(self) -> Finished | None:
@@ -400,7 +400,7 @@ def _finished(
         steps = planned if chosen.epochs else chosen.steps
     last = step == planned == steps
     due = any(each.due(step, last=steps) for each in making.intervals(validation))
-    if last and (saved.failure or (due and saved.measured < step)):  # perhaps before the last weight sync
+    if last and (saved.failure or (due and saved.validated < step)):  # perhaps before the last weight sync
         return None
     if step >= steps:
         reason, did = "finished", f"{'all of its ' if step == steps else ''}{step} steps"

@@ -33,7 +33,6 @@ from grpo_core.data.loaders import LookAhead
 from grpo_core.data.samplers import FunctionSampler, draws_itself
 from grpo_core.engines.addresses import is_loopback
 from grpo_core.environments.budget import ErrorBudget, failures_of_calls
-from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.canary import LENGTH
@@ -220,13 +219,12 @@ def engines(
 def published(config: Config, engine: protocols.Engine, weights: Weights, version: int) -> Published | None:
     """Describe the newest weights of the engine of training, for the checkpoint of a version."""
     option = config.engine.options.get("dtype", "auto")
-    sums = not weights.base and model_section(config) is not None  # other machines round otherwise
     return Published.of(
         weights,
         version=version,
         engine=getattr(engine, "dtype", "") if option == "auto" else str(option),
         apart=getattr(engine, "keeps_adapters", False),
-        exact=not sums,
+        exact=bool(weights.base) or model_section(config) is None,  # other machines round sums otherwise
     )
 
 
@@ -466,7 +464,7 @@ def buffer(config: Config) -> Buffer[Prompt, Group]:
 def checks(
     config: Config,
     remarks: Sequence[Remark],
-    environments: Mapping[str, EnvironmentPool],
+    environments: Mapping[str, EnvironmentClient],
     prompts: Mapping[str, Sequence[Prompt]],
     renderer: Renderer,
 ) -> Checks:
@@ -522,14 +520,13 @@ def schedule(config: Config, *, began: float = 0.0) -> Schedule:
     )
 
 
-def lost_budget(rollout: RolloutConfig, slots: int) -> LostBudget:
-    """Make the limit of rollouts lost in a row: all attempts of all outstanding slots."""
-    return LostBudget(slots * rollout.group_size * (rollout.max_retries + 1))
+def budgets(config: Config, environments: Mapping[str, EnvironmentClient]) -> ObserveAttempt:
+    """Make the observer of attempts, which raises when too many calls fail or rollouts are lost.
 
-
-def budgets(config: Config, environments: Mapping[str, EnvironmentPool]) -> ObserveAttempt:
-    """Make the observer of attempts, which raises when too many calls fail or rollouts are lost."""
-    lost, max_retries = lost_budget(config.rollout, config.slots), config.rollout.max_retries
+    As many rollouts may be lost in a row as all attempts of all outstanding slots have.
+    """
+    rollout, max_retries = config.rollout, config.rollout.max_retries
+    lost = LostBudget(config.slots * rollout.group_size * (max_retries + 1))
     of_task = {task: ErrorBudget(task, config.environment.max_error_rate) for task in environments}
 
     def observe(task: str, rollouts: Sequence[Rollout], attempts: int) -> None:

@@ -153,20 +153,14 @@ class LocalPlacement:
         shared = frozenset(key for key, gpus in firsts.items() if not gpus.isdisjoint(trains))
         if count == 1:
             return Devices(shared=shared)
-        said = [f"trainer {trains[0]}"] if trains else []
-        for key, groups in chosen.items():
-            if any(groups):
-                said.append(f"{key} " + ", ".join("+".join(map(str, group)) for group in groups))
-        devices = {key: str(each.options.get("device")) for key, each in engines.items() if not each.gpus}
-        by_number = {key for key, device in devices.items() if device.startswith("cuda:")}  # among all GPUs
         return Devices(
-            trainer={} if trainer and trainer.device.startswith("cuda:") else _variables(trains),
+            trainer=_variables(trains, trainer.gpus, trainer.device) if trainer else {},
             engines={
-                key: [{} if key in by_number else _variables(group) for group in groups]
-                for key, groups in chosen.items()
+                key: [_variables(group, each.gpus, each.options.get("device")) for group in chosen[key]]
+                for key, each in engines.items()
             },
             shared=shared,
-            summary="GPUs: " + "; ".join(said) if said else "",
+            summary=_summary(trains, chosen),
         )
 
     def groups(self, key: str, engine: EngineConfig, count: int) -> Sequence[Gpus] | None:
@@ -282,9 +276,22 @@ def check_list(key: str, gpus: Sequence[int], count: int) -> None:
         raise ConfigError(f"{key} = {list(gpus)}: this machine has no GPU {absent[0]}; it has {here}")
 
 
-def _variables(group: Gpus) -> dict[str, str]:
-    """Return the environment variables of a process that sees these of this process's GPUs."""
-    if not group:
+def _summary(trains: Gpus, chosen: Mapping[str, Sequence[Gpus]]) -> str:
+    """Return the choice in words; empty if no process has a GPU."""
+    said = [f"trainer {trains[0]}"] if trains else []
+    for key, groups in chosen.items():
+        if any(groups):
+            said.append(f"{key} " + ", ".join("+".join(map(str, group)) for group in groups))
+    return "GPUs: " + "; ".join(said) if said else ""
+
+
+def _variables(group: Gpus, gpus: Sequence[int] | None, device: object) -> dict[str, str]:
+    """Return the environment variables of a process that sees these of this process's GPUs.
+
+    Args:
+        gpus, device: as the section names them, as in ``named_gpus``.
+    """
+    if not group or (not gpus and str(device).startswith("cuda:")):  # its number counts all GPUs
         return {}
     known = names(max(group) + 1)
     chosen = {"CUDA_VISIBLE_DEVICES": ",".join(known[gpu] for gpu in group)}

@@ -307,7 +307,7 @@ class ValidationRun:
                 if there < wanted != ValidationConfig().prompts:  # somebody has chosen it
                     status(f"validation.prompts = {wanted}: there are {there}, and all of them are measured")
             status("validating")
-            playing = making.playing(config.rollout, session.environments, renderer, seed=config.seed)
+            playing = making.playing(session.config.rollout, session.environments, renderer, seed=config.seed)
             validation = making.validation(setup, playing, found, session.engine, emit=emit)
             return await validation.measure(self.target.version, validation.parts)
 

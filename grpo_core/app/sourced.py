@@ -31,7 +31,7 @@ class Sections:
     """Where the prompts come from."""
 
 
-def taken_sections(options: dict[str, Any]) -> Sections:
+def pop_sections(options: dict[str, Any]) -> Sections:
     """Remove the sections from an environment's options and return them.
 
     Raises ConfigError for an unknown key or a bad value.

@@ -173,7 +173,7 @@ class Tasks:
             if not found:
                 raise ConfigError(f"validation.sets.{name}: there are no prompts for validation")
             own = part(name, config, {name: found}, {name: environment})
-            prompts = [evolve(prompt, environment=name) for prompt in own.measured()[name]]
+            prompts = [evolve(prompt, environment=name) for prompt in own.selection()[name]]
             return evolve(own, prompts={name: prompts})
 
         plain = part(

@@ -21,7 +21,7 @@ from grpo_core.config.sections import NO_SECTIONS, PluginSections, keys_of
 from grpo_core.contracts.errors import ALIASES, ConfigError, did_you_mean
 from grpo_core.contracts.records import SectionValues, name_of_class, without_nulls
 from grpo_core.contracts.typed import of_plain, wrong
-from grpo_core.models.files import taken_elsewhere
+from grpo_core.models.files import command_hint
 from grpo_core.text.credentials import secrets_in
 
 # ---------------------------------------------------------------------------------- older keys
@@ -198,13 +198,13 @@ def read_toml(path: Path) -> dict[str, Any]:
         tables: dict[str, Any] = _beside(path.parent, tomllib.loads(path.read_text(encoding="utf-8")))
         return tables
     except FileNotFoundError:
-        hint = "" if path.suffix == ".toml" else taken_elsewhere(str(path))
+        hint = "" if path.suffix == ".toml" else command_hint(str(path))
         raise ConfigError(f"{path}: no such file; expected a TOML configuration.{hint}") from None
     except IsADirectoryError:
-        hint = taken_elsewhere(str(path))
+        hint = command_hint(str(path))
         raise ConfigError(f"{path} is a directory; expected a TOML configuration.{hint}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        hint = "" if path.suffix == ".toml" else taken_elsewhere(str(path))
+        hint = "" if path.suffix == ".toml" else command_hint(str(path))
         raise ConfigError(f"{path}: not readable as TOML: {error}.{hint}") from None
     except RecursionError:
         raise ConfigError(f"{path}: not readable as TOML: its values are nested too deeply") from None

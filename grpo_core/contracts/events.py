@@ -56,7 +56,7 @@ class RunStarted(Event):
     """Statistics of the buffer, as a resumed run found them in its checkpoint."""
     manifest: str = ""
     """Digest of the manifest of the checkpoint that a resumed run continues from."""
-    measured: int = -1
+    validated: int = -1
     """The newest version that was validated before the run started or its checkpoint was written."""
 
 

@@ -586,7 +586,7 @@ class RunInfo:
     """The resolved configuration, as tables."""
     resumed_from: int | None = None
     """The step that the run continues from; None for a new run."""
-    measured: int | None = None
+    validated: int | None = None
     """The newest version that was validated before that step was saved; a later one is validated again."""
     warn: Callable[..., None] = field(default=_unheard, eq=False, repr=False)
     """``warn(text, cause=..., step=...)`` shows a warning and records it; without more arguments its cause is

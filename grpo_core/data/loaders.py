@@ -475,11 +475,11 @@ class StreamLoader(LookAhead):
         return self._epochs.pop(row, self._stream.epoch)
 
     def readers(self) -> int:
-        return readers_of(self._stream.given)
+        return readers_of(self._stream.source)
 
     def _counts(self) -> bool:
         """Return whether a resumed run has to count the rows, since the state of the stream lacks some."""
-        return self._stream.given is not None and bool(loses_state(self._stream.given))
+        return self._stream.source is not None and bool(loses_state(self._stream.source))
 
     def _again(self, resume: Saved | Mark) -> Part:
         """Continue behind the rows of a checkpoint.  Raises ConfigError."""

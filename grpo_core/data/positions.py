@@ -55,7 +55,7 @@ class Difference:
     """Number of the row, from 0."""
     field: str
     expected: str
-    found: str
+    actual: str
 
 
 def difference(

@@ -71,8 +71,8 @@ class Stream:
 
     def __init__(self, make: Callable[[], Any], who: str) -> None:
         self._make, self.who = make, who
-        self.given: Any = None
-        """The stream; None until it is made."""
+        self.source: Any = None
+        """The dataloader; None until it is made."""
         self._iterator: Iterator[Any] | None = None
         self.row = self.epoch = self._of_epoch = 0
 
@@ -83,11 +83,11 @@ class Stream:
         """
         while True:
             with plugin_errors(f"{self.who}: it"):  # also StopIteration, which is the end of next() alone
-                if self.given is None:
-                    self.given = self._make()
-                    _set_epoch(self.given, self.epoch)
+                if self.source is None:
+                    self.source = self._make()
+                    _set_epoch(self.source, self.epoch)
                 if self._iterator is None:
-                    self._iterator = iter(self.given)
+                    self._iterator = iter(self.source)
                 if (row := next(self._iterator, _END)) is _END:
                     self._end_epoch()
                     continue
@@ -98,28 +98,28 @@ class Stream:
         if not self._of_epoch:
             raise ExhaustedError(self.who, self.row)
         self.epoch, self._of_epoch = self.epoch + 1, 0
-        once = self._iterator is self.given
+        once = self._iterator is self.source
         self._iterator = None
         if once:
-            self.given = None
+            self.source = None
         else:
-            _set_epoch(self.given, self.epoch)
+            _set_epoch(self.source, self.epoch)
 
     def mark(self, *, counts: bool) -> Mark:
         """Return the state before the next row; ``counts`` if rows are counted instead."""
-        has_state = self.row and not counts and hasattr(self.given, "state_dict")
-        own = _state(self.given, self.who) if has_state else None
+        has_state = self.row and not counts and hasattr(self.source, "state_dict")
+        own = _state(self.source, self.who) if has_state else None
         return Mark(self.row, self.epoch, self._of_epoch, own)
 
     def restore(self, mark: Mark) -> None:
         """Continue from a mark by its state.  Raises CheckpointError if the stream does not accept it."""
-        self.given, self._iterator = self._make(), None
-        _set_epoch(self.given, mark.epoch)
+        self.source, self._iterator = self._make(), None
+        _set_epoch(self.source, mark.epoch)
         self.row, self.epoch, self._of_epoch = mark.row, mark.epoch, mark.of_epoch
         if mark.own is None:
             return
         try:
-            self.given.load_state_dict(mark.own)
+            self.source.load_state_dict(mark.own)
         except Exception as error:
             raise CheckpointError(
                 f"{self.who} cannot continue from its state in the checkpoint: {describe(error)}"
@@ -127,7 +127,7 @@ class Stream:
 
     def count(self, mark: Mark, *, from_epoch: int, progress: Callable[[int, int], None]) -> None:
         """Continue from a mark by reading all rows before it, from the beginning of an epoch on."""
-        self.given, self._iterator = None, None
+        self.source, self._iterator = None, None
         self.epoch, self._of_epoch = from_epoch, 0
         wanted = mark.of_epoch if from_epoch == mark.epoch else mark.row
         self.row = mark.row - wanted
@@ -227,7 +227,7 @@ def resumed(stream: Stream, saved: Saved, *, progress: Callable[[int, int], None
         if differs is None:
             return rows
         first = first or differs
-    raise refusal(stream.who, stream.given, first, ", and counting the rows from the beginning did not help")
+    raise refusal(stream.who, stream.source, first, ", and counting the rows from the beginning did not help")
 
 
 def refusal(who: str, given: Any, why: Difference | CheckpointError | None, tried: str = "") -> ConfigError:
@@ -235,7 +235,7 @@ def refusal(who: str, given: Any, why: Difference | CheckpointError | None, trie
     remedy = _remedy(given)
     if isinstance(why, Difference):
         return ConfigError(
-            f"{who} does not give the rows that it gave: row {why.row + 1} has {why.found!r} in its field "
+            f"{who} does not give the rows that it gave: row {why.row + 1} has {why.actual!r} in its field "
             f"{why.field!r}, expected {why.expected!r}{tried}. {remedy}data_options.exact = false continues "
             "without this proof"
         )
@@ -303,7 +303,7 @@ def read(make: Callable[[], Any], who: str, most: int = MORE) -> Reading:
         if len(first) < AFTER:
             first.append(fingerprint(row))
     seconds = time.monotonic() - began
-    rows, mark, lost = stream.row, stream.mark(counts=False), loses_state(stream.given)
+    rows, mark, lost = stream.row, stream.mark(counts=False), loses_state(stream.source)
     after = [fingerprint(stream.next()) for _ in range(AFTER)]
     return Reading(first, rows, seconds, mark, after, lost)
 
@@ -320,7 +320,7 @@ def compare(reading: Reading, make: Callable[[], Any], who: str) -> Tried:
     kept = [{name: each[name] for name in each if name not in without} for each in reading.first]
     known = len({repr(sorted(each.items())) for each in kept if each})
     if without and 2 * known < len({repr(sorted(each.items())) for each in reading.first}):
-        refused = refusal(who, stream.given, difference(reading.first, first))
+        refused = refusal(who, stream.source, difference(reading.first, first))
         raise ConfigError(f"{refused} (its first {len(first)} rows were read twice)")
     if not reading.lost:
         _restore(reading, Stream(lambda: readable(make(), who), who), without)
@@ -336,7 +336,7 @@ def _restore(reading: Reading, stream: Stream, without: Collection[str]) -> None
     after = [fingerprint(stream.next(), without) for _ in reading.after]
     expected = [{name: each[name] for name in each if name not in without} for each in reading.after]
     if (differs := difference(expected, after, reading.rows)) is not None:
-        refused = refusal(stream.who, stream.given, differs)
+        refused = refusal(stream.who, stream.source, differs)
         raise ConfigError(f"{refused} (its state was restored behind {reading.rows:,} rows)")
 
 

@@ -71,7 +71,7 @@ async def first_look(
     looked += [
         ("_held_out", f"validation of {name!r}", name, own, part.environments[name])
         for part in held_out
-        for name, own in part.measured().items()
+        for name, own in part.selection().items()
     ]
     answered = {name for name, own in prompts.items() if _without_answer(own) < len(own)}
     for where, what, name, own, _ in looked:

@@ -72,15 +72,15 @@ class Seen:
 
     rewards: Sequence[float]
     replies: int
-    cut: int
+    truncated: int
     """Replies that a token limit cut off."""
-    rewards_cut: float
+    truncated_rewards: float
     """Sum of their rewards."""
     judged: int
     """Replies with a declared success or failure."""
     right: int
     """Successes; where none are declared, replies with a reward above 0."""
-    right_cut: int
+    truncated_right: int
     """Truncated successes that are not masked for it."""
     taught: int
     """Replies with an advantage."""
@@ -101,11 +101,11 @@ class Seen:
         return cls(
             rewards=[rollout.reward for rollout in rollouts if rollout.reward is not None],
             replies=len(rollouts),
-            cut=sum(rollout.truncated for rollout in rollouts),
-            rewards_cut=sum(rollout.reward or 0.0 for rollout in rollouts if rollout.truncated),
+            truncated=sum(rollout.truncated for rollout in rollouts),
+            truncated_rewards=sum(rollout.reward or 0.0 for rollout in rollouts if rollout.truncated),
             judged=judged,
             right=len(right),
-            right_cut=sum(rollout.truncated and rollout.advantage is not None for rollout in right),
+            truncated_right=sum(rollout.truncated and rollout.advantage is not None for rollout in right),
             taught=sum(map(_taught, rollouts)),
             groups=len(groups),
             equal=sum(equal([r for r in group.rewards if r is not None]) for group in groups),
@@ -187,7 +187,7 @@ class Replies:
         for task, last in newest.items():
             gamed = self._gamed(task, seen[task])
             if not found:
-                found += _of_cut(task, seen[task], last)
+                found += _of_truncated(task, seen[task], last)
                 found += [] if gamed else self._never(task, seen[task])
             found += gamed
         return found
@@ -250,11 +250,11 @@ class Replies:
 
     def _why(self, task: str, seen: Seen) -> str:
         """Explain why the groups of a task had nothing to train."""
-        cut_off, reward = seen.cut / seen.replies, fmean(seen.rewards) if seen.rewards else None
+        cut_off, reward = seen.truncated / seen.replies, fmean(seen.rewards) if seen.rewards else None
         rewards = "no rewards" if reward is None else f"equal rewards (mean reward {reward:.3g})"
         reasons = [f"{seen.equal / seen.groups:.0%} of the groups of task {task!r} have {rewards}"]
         if cut_off >= NEARLY_ALL or (cut_off >= MANY and reward != 0):
-            paid = seen.declared and seen.right_cut >= MANY * seen.replies
+            paid = seen.declared and seen.truncated_right >= MANY * seen.replies
             reasons.append(
                 f"{cut_off:.0%} of its rollouts are cut off by a token limit: "
                 + ("do not reward cut-off text (episode.truncated)" if paid else "raise rollout.max_tokens")
@@ -300,24 +300,25 @@ def _warning(cause: str, message: str) -> Finding:
     return Finding(metric=cause, value=0.0, fatal=False, message=message)
 
 
-def _of_cut(task: str, seen: Seen, last: Seen) -> list[Finding]:
+def _of_truncated(task: str, seen: Seen, last: Seen) -> list[Finding]:
     """Return a warning about truncated replies."""
     who = f"task {task!r}: of the last {WINDOW} steps"
     chance = USUAL * seen.right + SIGMAS * sqrt(USUAL * (1 - USUAL) * seen.right)
-    many = seen.right_cut >= max(chance, PAID_CUT * seen.right)
-    if seen.declared and seen.right >= FEWEST and many and last.right_cut >= PAID_CUT * last.right:
+    many = seen.truncated_right >= max(chance, PAID_CUT * seen.right)
+    if seen.declared and seen.right >= FEWEST and many and last.truncated_right >= PAID_CUT * last.right:
         message = (
-            f"{who} {seen.right_cut} of {seen.right} successes were cut off by a token limit "
-            f"({last.right_cut} of {last.right} in the newest): unfinished text is rewarded, and the model "
-            "may learn not to end. Do not reward cut text (episode.truncated in evaluate), or leave it out "
-            '(rollout.truncated = "mask"); a higher rollout.max_tokens alone feeds it'
+            f"{who} {seen.truncated_right} of {seen.right} successes were cut off by a token limit "
+            f"({last.truncated_right} of {last.right} in the newest): unfinished text is rewarded, and the "
+            "model may learn not to end. Do not reward cut text (episode.truncated in evaluate), or leave it "
+            'out (rollout.truncated = "mask"); a higher rollout.max_tokens alone feeds it'
         )
         return [_warning(f"accuracy_finished/{task}", message)]
-    cut_off, ended = min(seen.cut / seen.replies, last.cut / last.replies), seen.replies - seen.cut
-    pays = ended and (sum(seen.rewards) - seen.rewards_cut) / ended > seen.rewards_cut / max(1, seen.cut)
-    if cut_off >= (ALL_BUT_FEW if pays else MANY):  # a model learns to end where that pays
+    cut, paid, ended = seen.truncated, seen.truncated_rewards, seen.replies - seen.truncated
+    pays = ended and (sum(seen.rewards) - paid) / ended > paid / max(1, cut)
+    # a model learns to end where that pays
+    if min(cut / seen.replies, last.truncated / last.replies) >= (ALL_BUT_FEW if pays else MANY):
         message = (
-            f"{who} {seen.cut / seen.replies:.0%} of the replies are cut off by a token limit, and their "
+            f"{who} {cut / seen.replies:.0%} of the replies are cut off by a token limit, and their "
             "rewards are for unfinished text: raise rollout.max_tokens, or ask for shorter replies"
         )
         return [_warning(f"truncated/{task}", message)]

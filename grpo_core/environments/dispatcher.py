@@ -101,7 +101,7 @@ class _Batch:
 
 
 @define(eq=False)
-class _Asked:
+class _Request:
     """The units of a caller that have no results yet."""
 
     dispatcher: Dispatcher
@@ -146,7 +146,7 @@ class Unit:
     batch: _Batch | None = None
     """The failed call for which it is called alone."""
     running: bool = False
-    asked: _Asked = field(init=False)
+    request: _Request = field(init=False)
 
     @property
     def alone(self) -> bool:
@@ -160,17 +160,17 @@ class Unit:
         return [result] * len(self.items)
 
     def deliver(self, results: Sequence[Any]) -> None:
-        if self in self.asked.left:
+        if self in self.request.left:
             self.results = results
             self.leave()
 
     def leave(self) -> None:
         """End: it has its results, or its caller is gone."""
-        self.asked.left.pop(self, None)
+        self.request.left.pop(self, None)
         self.service.units.pop(self, None)
         self.forget_batch()
-        if not self.asked.left:
-            self.asked.stir()
+        if not self.request.left:
+            self.request.stir()
 
     def forget_batch(self) -> None:
         if self.batch is not None:
@@ -290,7 +290,7 @@ class Service:
             return False
         unit.running = False
         self.late[unit] = results
-        unit.asked.stir()
+        unit.request.stir()
         return not error.timed_out or self.away or len({each.prompt for each in self.late}) > 1
 
     def go_away(self, error: Unavailable) -> None:
@@ -313,9 +313,9 @@ class Service:
         for unit in list(self.units):
             unit.forget_batch()  # what had failed was the service
             if outage.over:
-                unit.asked.fail(self._ended())
-        for dispatcher in {unit.asked.dispatcher: None for unit in late if unit.again}:
-            dispatcher.put_first(unit for unit in late if unit.asked.dispatcher is dispatcher)
+                unit.request.fail(self._ended())
+        for dispatcher in {unit.request.dispatcher: None for unit in late if unit.again}:
+            dispatcher.put_first(unit for unit in late if unit.request.dispatcher is dispatcher)
         self._stir()
         loop.call_at(outage.due + EARLY, self._stir)
         if longer:
@@ -371,8 +371,8 @@ class Service:
     def _stir(self) -> None:
         """Wake the callers, and begin the next calls."""
         for unit in list(self.units):
-            unit.asked.stir()
-        for dispatcher in {unit.asked.dispatcher: None for unit in self.units}:
+            unit.request.stir()
+        for dispatcher in {unit.request.dispatcher: None for unit in self.units}:
             dispatcher.schedule()
 
     def _ended(self) -> Unavailable:
@@ -415,8 +415,8 @@ class Dispatcher:
         self._max_batch, self._max_wait = max_batch, max_wait
         self._queue: dict[Unit, None] = {}
         self._calls: dict[asyncio.Task[None], list[Unit]] = {}
-        self._askers: dict[_Asked, None] = {}
-        self._taken = 0
+        self._requests: dict[_Request, None] = {}
+        self._used = 0
         """Number of slots of the running calls."""
         self._batching = False
         """Whether one of them is a batch."""
@@ -436,26 +436,26 @@ class Dispatcher:
         if self._broken is not None:
             raise self._broken
         loop = asyncio.get_running_loop()
-        asked = _Asked(self, dict.fromkeys(some))
-        self._askers[asked] = None
+        request = _Request(self, dict.fromkeys(some))
+        self._requests[request] = None
         for unit in some:
-            unit.asked, unit.arrived = asked, loop.time()
+            unit.request, unit.arrived = request, loop.time()
         try:
             for unit in some:
                 unit.service.join(unit)
-            self._queue |= asked.left
+            self._queue |= request.left
             self.schedule()
-            while asked.left and asked.error is None:
-                asked.change = loop.create_future()
-                waits = any(unit.service.away or unit in unit.service.late for unit in asked.left)
+            while request.left and request.error is None:
+                request.change = loop.create_future()
+                waits = any(unit.service.away or unit in unit.service.late for unit in request.left)
                 with not_counted() if waits else contextlib.nullcontext():
-                    await asked.change
-            if asked.error is not None:
-                raise asked.error
+                    await request.change
+            if request.error is not None:
+                raise request.error
         finally:
-            del self._askers[asked]
-            if asked.left:
-                await self._withdraw(asked)
+            del self._requests[request]
+            if request.left:
+                await self._withdraw(request)
         return [result for unit in some for result in unit.results]
 
     async def aclose(self) -> None:
@@ -463,14 +463,15 @@ class Dispatcher:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        for asked in self._askers:
-            when = "during its call" if any(unit.running for unit in asked.left) else "before its call began"
-            asked.fail(GrpoError(f"the {self._who} was closed {when}"))
+        for request in self._requests:
+            running = any(unit.running for unit in request.left)
+            when = "during its call" if running else "before its call began"
+            request.fail(GrpoError(f"the {self._who} was closed {when}"))
         await cancel(list(self._calls))
 
     def put_first(self, some: Iterable[Unit]) -> None:
         """Put units back into the queue, unless their caller is gone."""
-        first = [unit for unit in some if unit in unit.asked.left]
+        first = [unit for unit in some if unit in unit.request.left]
         for unit in first:
             unit.running = False
         self._queue = dict.fromkeys(first) | self._queue
@@ -482,13 +483,13 @@ class Dispatcher:
             for unit in some:
                 del self._queue[unit]
                 unit.running = True
-            self._taken += slots
+            self._used += slots
             self._batching |= not some[0].slotted
             # a call has the context of its first caller, whoever begins it
             running = asyncio.get_running_loop().create_task(
                 self._call(some, slots, alone=alone),
                 name="call" if some[0].slotted else "batched call",
-                context=some[0].asked.context,
+                context=some[0].request.context,
             )
             self._calls[running] = some
             running.add_done_callback(partial(self._ended, slots))
@@ -498,7 +499,7 @@ class Dispatcher:
     def _next(self, *, waited: bool) -> tuple[list[Unit], int, bool] | None:
         """Return the units of the next call, the number of its slots, and whether the unit is alone."""
         number = max(1, self._caller.about.concurrency)
-        free = number - self._taken
+        free = number - self._used
         batch: list[Unit] = []
         size = 0
         for unit in self._queue if free else ():
@@ -547,14 +548,14 @@ class Dispatcher:
                     raise PluginError(f"a call with {len(items)} items returned {len(found)} results")
                 self._deliver(some, found, began, alone=alone)
         except Exception as error:
-            if isinstance(error, PluginError) and not any(unit in unit.asked.left for unit in some):
+            if isinstance(error, PluginError) and not any(unit in unit.request.left for unit in some):
                 self._broken = error
             for unit in some:
-                unit.asked.fail(error)
+                unit.request.fail(error)
 
     def _ended(self, slots: int, call: asyncio.Task[None]) -> None:
         some = self._calls.pop(call)
-        self._taken -= slots
+        self._used -= slots
         self._batching &= some[0].slotted
         for unit in some:
             unit.service.settle()
@@ -634,9 +635,9 @@ class Dispatcher:
                 fault=fault_of(batch.failure.cause),
             )
 
-    async def _withdraw(self, asked: _Asked) -> None:
+    async def _withdraw(self, request: _Request) -> None:
         """Remove the units of a caller that is gone, and cancel the calls that are for it alone."""
-        for unit in list(asked.left):
+        for unit in list(request.left):
             self._queue.pop(unit, None)
             unit.leave()
             unit.service.late.pop(unit, None)
@@ -644,7 +645,7 @@ class Dispatcher:
         gone = [
             call
             for call, some in self._calls.items()
-            if some[0].slotted and not any(unit in unit.asked.left for unit in some)
+            if some[0].slotted and not any(unit in unit.request.left for unit in some)
         ]
         await cancel(gone)
         self.schedule()
@@ -652,7 +653,7 @@ class Dispatcher:
 
 def _together(unit: Unit, first: Unit) -> bool:
     """Return whether two units may share a call: opening takes time, which counts for one caller."""
-    return unit.method == first.method and (unit.method != "open" or unit.asked is first.asked)
+    return unit.method == first.method and (unit.method != "open" or unit.request is first.request)
 
 
 def _unavailable(result: Any) -> Unavailable | None:

@@ -248,7 +248,7 @@ class EnvironmentProcess:
         died = error is child.death
         if died:
             agents = self._playing - (slots == 0)
-            self._bury(child, error, alone=self._slots.taken == slots and not agents)
+            self._bury(child, error, alone=self._slots.used == slots and not agents)
         return Failure(error, self._brief(error), died=died, alone=died and self._was_alone)
 
     def _bury(self, child: Child, why: Exception, *, alone: bool) -> None:

@@ -121,7 +121,7 @@ class SavedPipeline:
     sampler_name: str
     validation: Mapping[str, tuple[str, Any]] = field(factory=dict)
     """Name and state of each strategy."""
-    measured: int = field(default=Factory(lambda self: self.step, takes_self=True))
+    validated: int = field(default=Factory(lambda self: self.step, takes_self=True))
     goal: Mapping[str, float] = field(factory=dict)
     failure: Failure | None = None
     run: SavedRun = field(factory=SavedRun)
@@ -151,7 +151,7 @@ class SavedLoader:
     position: SavedPosition
 
 
-FORMAT = 8
+FORMAT = 9
 _MANIFEST = "manifest.json"
 _PARTIAL = ".partial"
 _ARRAYS = "pipeline.safetensors"
@@ -473,7 +473,7 @@ class Stateful(Protocol):
         """Continue from a state; return messages about what changed since."""
 
 
-def cut(
+def snapshot(
     buffer: Buffer[Prompt, Group],
     stream: PromptStream,
     validation: Stateful | None = None,

@@ -145,7 +145,7 @@ class _Account:
     """Step of the cut that is being written."""
     version: int = 0
     """Version that the engine holds."""
-    measured: int = -1
+    validated: int = -1
     """Version that the newest validation measured."""
     due: tuple[int, ...] = ()
     """Versions whose validation is due and not yet seen."""
@@ -247,7 +247,7 @@ class Laws:
     def _on_RunStarted(self, event: Mapping[str, Any]) -> None:  # noqa: N802 - named as the event
         self.terms = Terms.of(event["config"])
         step = event["step"]
-        found = event["buffer"] | ({"measured": event["measured"]} if "measured" in event else {})
+        found = event["buffer"] | {name: event[name] for name in ("validated",) if name in event}
         cuts = self._cuts[step] if event["resumed"] else [_Account()]
         known = [name for name in _RESTORED if name in found]
         fits = [cut for cut in cuts if all(getattr(cut, n) == found[n] for n in known)]
@@ -523,13 +523,13 @@ class Laws:
     def _on_Validated(self, event: Mapping[str, Any]) -> None:  # noqa: N802
         now, measured = self._now, event["version"]
         fits = measured <= now.version if self.terms.validates_apart else measured == now.version
-        holds = fits and now.measured < measured
-        self._law("validation", holds, f"measured {measured} after {now.measured}, held was {now.version}")
+        holds = fits and now.validated < measured
+        self._law("validation", holds, f"measured {measured} after {now.validated}, held was {now.version}")
         due, found = self.terms.due(measured), set(event["results"])
         tasks = found - set(self.terms.validations)
         complete = due - {""} == found - tasks and ("" in due or not tasks)
         self._law("validation", complete, f"version {measured}: measured by {found}, due by {due}")
-        now.measured = measured
+        now.validated = measured
         now.due = tuple(version for version in now.due if version > measured)
 
 
@@ -551,7 +551,7 @@ def _metrics(groups: Sequence[Mapping[str, Any]], step: int) -> dict[str, float]
 _UNKNOWN = 2**64 - 1
 """Stands for a draw that no event mentions, because another sampler made it."""
 _STAMPS = ("task", "prompt", "generation_version", "target_version", "attempt")
-_RESTORED = ("dispatched", "trained", "skipped", "filtered", "ready", "attempts", "measured")
+_RESTORED = ("dispatched", "trained", "skipped", "filtered", "ready", "attempts", "validated")
 _COUNTED = ("in_flight", "retrying", "ready", "dispatched", "skipped", "filtered", "attempts")
 
 

@@ -127,7 +127,7 @@ _current: ContextVar[Timeline | None] = ContextVar("timeline", default=None)
 
 
 @contextmanager
-def taken_down(timeline: Timeline) -> Iterator[None]:
+def recorded_by(timeline: Timeline) -> Iterator[None]:
     """Let ``during`` of this context, and of all tasks that it starts, record in this timeline."""
     token = _current.set(timeline)
     try:

@@ -23,7 +23,7 @@ class EntropyControl:
     delta: float
     low: float
     high: float
-    measured: float | None = None
+    entropy: float | None = None
     """Entropy of the last update, in nats; None before the first."""
 
     @classmethod
@@ -35,11 +35,11 @@ class EntropyControl:
     @property
     def applied(self) -> float:
         """The coefficient of the next update's bonus."""
-        return self.coefficient if self.measured is not None and self.measured <= self.target else 0.0
+        return self.coefficient if self.entropy is not None and self.entropy <= self.target else 0.0
 
     def observe(self, entropy: float) -> None:
         """Adapt the coefficient to the entropy of an update."""
-        self.measured = entropy
+        self.entropy = entropy
         if entropy <= self.target:
             self.coefficient = min(self.coefficient + self.delta, self.high)
         else:

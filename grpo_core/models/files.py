@@ -74,11 +74,11 @@ def check_path(path: str, hint: str = "") -> None:
     elif directory.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ModelError(
             f"model {path!r}: there is no such directory; expected a transformers model directory, a hub id "
-            f'like "Qwen/Qwen3-0.6B", or "tiny".{hint or taken_elsewhere(path)}'
+            f'like "Qwen/Qwen3-0.6B", or "tiny".{hint or command_hint(path)}'
         )
 
 
-def taken_elsewhere(argument: str) -> str:
+def command_hint(argument: str) -> str:
     """Return a hint if another command accepts a refused argument, or an empty string."""
     path = Path(argument)
     if path.suffix == ".toml":

@@ -43,7 +43,7 @@ from grpo_core.contracts.errors import (
     with_place,
 )
 from grpo_core.contracts.hookspecs import Offer, Role
-from grpo_core.models.files import taken_elsewhere
+from grpo_core.models.files import command_hint
 from grpo_core.plugins.files import import_file, in_file, module_name
 from grpo_core.plugins.installed import (
     KEYS,
@@ -459,7 +459,7 @@ class PluginHost:
         if (command := install_command(kind, name)) and head not in here:
             begin = f"there is no {what}: {command}."
         else:
-            known = did_you_mean(name, spellings | bare) or ("" if ":" in name else taken_elsewhere(name))
+            known = did_you_mean(name, spellings | bare) or ("" if ":" in name else command_hint(name))
             begin = f"there is no {what}.{known}"
         parts = [f"{begin} Installed: {', '.join(sorted(spellings)) or 'none'}"]
         parts += [f"left out: plugin {plugin!r} ({why})" for plugin, why in self.left_out.items()]

@@ -276,7 +276,7 @@ class FairSemaphore:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.taken = 0
+        self.used = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @contextlib.asynccontextmanager
@@ -291,16 +291,16 @@ class FairSemaphore:
             yield
         finally:
             if turn.done() and not turn.cancelled():
-                self.taken -= slots
+                self.used -= slots
             self._admit()
 
     def _admit(self) -> None:
         while self._waiting:
             slots, turn = self._waiting[0]
             if not turn.cancelled():
-                if self.taken + slots > self.number:
+                if self.used + slots > self.number:
                     return
-                self.taken += slots
+                self.used += slots
                 turn.set_result(None)
             self._waiting.popleft()
 

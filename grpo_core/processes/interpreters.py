@@ -51,7 +51,7 @@ spec = importlib.util.spec_from_file_location("grpo_core", sys.argv[1])
 module = sys.modules["grpo_core"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 from grpo_core.processes import schemas, served
-schemas.given = sys.argv[3]
+schemas.source = sys.argv[3]
 served.main(int(sys.argv[4]), int(sys.argv[5]), own_errors_only=True)
 """
 

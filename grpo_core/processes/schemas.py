@@ -13,7 +13,7 @@ import sys
 import types
 from pathlib import Path
 
-given = ""
+source = ""
 """The module's file, if the process that started this one runs in another interpreter."""
 
 
@@ -42,7 +42,7 @@ def chat_template_utils() -> types.ModuleType:
     vars(available)["is_vision_available"] = lambda: importlib.util.find_spec("PIL") is not None
     vars(available)["is_torch_available"] = lambda: bool(sys.modules.get("torch"))
     sys.modules |= {package.__name__: package, available.__name__: available}
-    spec = importlib.util.spec_from_file_location("grpo_core_schemas.chat_template_utils", given or file())
+    spec = importlib.util.spec_from_file_location("grpo_core_schemas.chat_template_utils", source or file())
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -69,7 +69,7 @@ class FilesTracker(Tracker):
         self._events = _appending(run.directory / "events.jsonl")
         cut = -1 if run.resumed_from is None else run.resumed_from
         self._record("Opened", step=cut, version=__version__)
-        RunDirectory(run.directory).forget_after(cut, cut if run.measured is None else run.measured)
+        RunDirectory(run.directory).forget_after(cut, cut if run.validated is None else run.validated)
         self._metrics = _appending(run.directory / "metrics.jsonl")
         self._timeline = _appending(run.directory / "timeline.jsonl")
         self._time = 0.0

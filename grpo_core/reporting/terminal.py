@@ -342,7 +342,7 @@ class TerminalTracker(Tracker):
         for row in rows:
             self._keep_rewards(row)
         for row in validations(rows):
-            if row["step"] <= (run.measured or 0):  # later ones are made again
+            if row["step"] <= (run.validated or 0):  # later ones are made again
                 known = {key: value for key, value in row.items() if value is not None}
                 self._keep_validation(known.pop("task"), known)
 

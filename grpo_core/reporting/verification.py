@@ -15,7 +15,7 @@ from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.typed import checked
 from grpo_core.loop import checkpoint
 from grpo_core.loop.laws import Laws, summary
-from grpo_core.models.files import taken_elsewhere
+from grpo_core.models.files import command_hint
 from grpo_core.storage.disk import REPLACED
 from grpo_core.storage.run_directory import numbered_events
 
@@ -42,7 +42,7 @@ def verified(path: Path) -> Verification:
     """Check the run in a directory.  Raises ConfigError if it has no events."""
     events = path / EVENTS
     if not events.is_file():
-        hint = taken_elsewhere(str(path))
+        hint = command_hint(str(path))
         raise ConfigError(f"{path} is not a run (there is no {EVENTS} in it).{hint}")
     size = events.stat().st_size
     laws, checkpoints, broken = Laws(), Checkpoints(path), []

@@ -38,7 +38,7 @@ from grpo_core.config import Config, as_table, as_toml, read_toml
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.records import RunInfo
 from grpo_core.contracts.typed import Count, checked
-from grpo_core.models.files import taken_elsewhere
+from grpo_core.models.files import command_hint
 from grpo_core.plugins.configured import configured
 from grpo_core.storage.disk import Disk, replace_file
 
@@ -191,7 +191,7 @@ class RunDirectory:
     def existing(cls, path: Path) -> RunDirectory:
         """Find an existing run.  Raises ConfigError if the path is not a run's directory."""
         if not (path / CONFIG).is_file():
-            hint = taken_elsewhere(str(path))
+            hint = command_hint(str(path))
             raise ConfigError(f"{path} is not a run (there is no {CONFIG} in it).{hint}")
         return cls(path)
 
@@ -217,22 +217,22 @@ class RunDirectory:
             )
         return max(runs, key=lambda run: max(p.stat().st_mtime for p in run.iterdir()))
 
-    def info(self, config: Config, resumed_from: int | None, measured: int | None = None) -> RunInfo:
+    def info(self, config: Config, resumed_from: int | None, validated: int | None = None) -> RunInfo:
         """Return the run's description for trackers."""
         return RunInfo(
             name=self.path.resolve().name,
             directory=self.path,
             config=as_table(config),
             resumed_from=resumed_from,
-            measured=measured,
+            validated=validated,
         )
 
-    def forget_after(self, step: int, measured: int, disk: Disk | None = None) -> None:
+    def forget_after(self, step: int, validated: int, disk: Disk | None = None) -> None:
         """Remove the records after the step from which a run continues; events are kept.
 
         Args:
             step: the step.
-            measured: newest version whose validation stays; a later one is made again.
+            validated: newest version whose validation stays; a later one is made again.
             disk: holds the files.
         """
         metrics = self.path / "metrics.jsonl"
@@ -242,7 +242,7 @@ class RunDirectory:
             kept = [
                 line
                 for line, row in zip(whole, metrics_rows(metrics), strict=True)
-                if row["step"] <= (min(step, measured) if b'"validation/' in line else step)
+                if row["step"] <= (min(step, validated) if b'"validation/' in line else step)
             ]
             if len(kept) < len(lines):
                 replace_file(disk or Disk(), metrics, b"".join(kept))

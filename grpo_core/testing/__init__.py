@@ -6,7 +6,7 @@
     make_tiny_model                          a language model of 90,000 parameters, in a directory
     demonstrations                           what ``solve`` says in turn, played with the environment
     play_rollouts, a_run                     rollouts, and the events of a run, with fakes
-    fake_run, measured_by                    a training, and what a strategy measures
+    fake_run, results_of                    a training, and what a strategy measures
     check_canary, check_completions          compare an engine with weights, and completions with requests
     MemoryLoader                             a loader in memory, for tests of samplers
     make_offer                               what an installed plugin offers, by name
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from grpo_core.testing.fakes import a_run as a_run
     from grpo_core.testing.fakes import check_canary as check_canary
     from grpo_core.testing.fakes import fake_run as fake_run
-    from grpo_core.testing.fakes import measured_by as measured_by
     from grpo_core.testing.fakes import play_rollouts as play_rollouts
     from grpo_core.testing.fakes import prompts as prompts
+    from grpo_core.testing.fakes import results_of as results_of
     from grpo_core.testing.hosted import HostedEnvironment as HostedEnvironment
     from grpo_core.testing.hosted import finished as finished
     from grpo_core.testing.offers import bound as bound

@@ -60,21 +60,21 @@ class MemoryLoader(IndexedLoader):
     def __init__(self, task: str, n: int) -> None:
         offered = [Prompt(messages=f"{task} {i}", id=str(i), environment=task) for i in range(n)]
         super().__init__(task, offered, seed=0)
-        self.given: list[Prompt] = []
+        self.drawn: list[Prompt] = []
 
     def take(self, n: int) -> list[Prompt]:
         found = super().take(n)
-        self.given += found
+        self.drawn += found
         return found
 
     def skip(self, prompt: Prompt, reason: str) -> None:
-        last = max(place for place, each in enumerate(self.given) if each is prompt)
-        del self.given[last]
+        last = max(place for place, each in enumerate(self.drawn) if each is prompt)
+        del self.drawn[last]
 
     def copy(self) -> MemoryLoader:
         """Return a copy that continues independently from here."""
         other = copy.copy(self)
-        other.given = []
+        other.drawn = []
         return other
 
 
@@ -367,7 +367,7 @@ def a_run() -> list[Event]:
     ]
 
 
-async def measured_by(
+async def results_of(
     strategy: ValidationStrategy,
     held_out: Mapping[str, Sequence[Prompt]],
     *,

@@ -52,7 +52,7 @@ class Digests:
         self._positions = torch.arange(1, BLOCK + 1, device=device)
 
     @torch.no_grad()
-    def taken(self) -> StateDigest:
+    def current(self) -> StateDigest:
         """Return the fingerprints of the current state; all ranks must call this, and get the same."""
         state, about = self._optimizers.saved()
         state |= {twin: state[name] for twin, name in about["twins"].items()}

@@ -19,12 +19,12 @@ ROWS = 30
 
 
 _seconds: dict[str, float] = {}
-"""Seconds of the parts since the last ``taken_parts``."""
+"""Seconds of the parts since the last ``take_seconds``."""
 
 
 @contextmanager
 def part(name: str) -> Iterator[None]:
-    """Mark a part of a step, in a trace and in the seconds that ``taken_parts`` returns.
+    """Mark a part of a step, in a trace and in the seconds that ``take_seconds`` returns.
 
     It costs microseconds.  On a GPU they end when the work is queued.
     """
@@ -34,7 +34,7 @@ def part(name: str) -> Iterator[None]:
     _seconds[name] = _seconds.get(name, 0.0) + time.perf_counter() - began
 
 
-def taken_parts() -> dict[str, float]:
+def take_seconds() -> dict[str, float]:
     """Return the seconds of each part since the last call."""
     found = dict(_seconds)
     _seconds.clear()

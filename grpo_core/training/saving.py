@@ -68,7 +68,7 @@ class Checkpointer:
         state = {name: self._readable(t) for name, t in mine.items()}
         about["version"] = version
         if self._entropy is not None:
-            about["entropy"] = [self._entropy.coefficient, self._entropy.measured, self._chosen]
+            about["entropy"] = [self._entropy.coefficient, self._entropy.entropy, self._chosen]
         self._written = self._thread.submit(self._write, directory, about, state)
 
     def _random(self) -> dict[str, Tensor]:
@@ -136,7 +136,7 @@ class Checkpointer:
         self._model.restore_kept(kept)
         self._optimizers.restore(state, asdict(about), self._device)
         if self._entropy is not None and about.entropy is not None:
-            coefficient, self._entropy.measured, chosen = about.entropy
+            coefficient, self._entropy.entropy, chosen = about.entropy
             if chosen == self._chosen:  # otherwise it begins at the value chosen for this start
                 self._entropy.coefficient = coefficient
         return about.version

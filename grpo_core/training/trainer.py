@@ -46,7 +46,7 @@ from grpo_core.training.optimization import Optimization, divided
 from grpo_core.training.packing import PackingError, packs_well
 from grpo_core.training.passes import Passes
 from grpo_core.training.plan import Layout, Share, shares, with_tokens
-from grpo_core.training.profiling import StepProfiler, part, taken_parts
+from grpo_core.training.profiling import StepProfiler, part, take_seconds
 from grpo_core.training.ranks import Alone, Ranks
 from grpo_core.training.saving import Checkpointer
 from grpo_core.training.scores import FrozenModel, Scores, check_vocabulary
@@ -238,7 +238,7 @@ class TorchTrainer:
 
     def _train(self, share: Share) -> StepResult:
         begun = time.perf_counter()
-        taken_parts()  # those of a publication
+        take_seconds()  # those of a publication
         with part("rows from the data plane"):
             share = with_tokens(share)
         totals = Totals()
@@ -258,7 +258,7 @@ class TorchTrainer:
             self._scores.refresh(due)
         metrics = totals.metrics(self._ranks)
         with part("fingerprints"):
-            digest = self._digests.taken() if self._config.fingerprints else None
+            digest = self._digests.current() if self._config.fingerprints else None
         seconds = time.perf_counter() - begun
         used = sum(share.facts[index].length for indices in divided for index in indices)
         sizes = [micro.n_tokens for update in updates for micro in update]
@@ -269,7 +269,7 @@ class TorchTrainer:
             "tokens/padding": (padded - used) / padded if padded else 0.0,
             **self._gpu_memory(max(sizes, default=0)),
         }
-        return StepResult(version=self.version, metrics=metrics, digest=digest, parts=taken_parts())
+        return StepResult(version=self.version, metrics=metrics, digest=digest, parts=take_seconds())
 
     def _gpu_memory(self, tokens: int) -> dict[str, float]:
         """Return the peak of allocated memory on this rank's GPU since the last call.

@@ -425,7 +425,7 @@ class HeldOut:
         """Return the places of the prompts to measure: a choice by the seed, the same at each version."""
         return some(len(self.prompts[name]), self.config.prompts, f"{self.seed}/validation/{name}")
 
-    def measured(self) -> dict[str, list[Prompt]]:
+    def selection(self) -> dict[str, list[Prompt]]:
         """Return the prompts to measure, by name."""
         return {
             name: [own[place] for place in self.places(name)] for name, own in self.prompts.items() if own
@@ -437,7 +437,7 @@ class HeldOut:
         return evolve(
             shared,
             version=version,
-            prompts=self.measured(),
+            prompts=self.selection(),
             known={name: self.of.get(name, len(own)) for name, own in self.prompts.items()},
             environments=self.environments,
             sampling=evolve(shared.sampling, top_p=config.top_p, top_k=config.top_k, min_p=config.min_p),
@@ -463,7 +463,7 @@ class Validation:
     """The last version of the run."""
     emit: Callable[[Event], None] = field(default=lambda event: None)
     """Receives the rollouts as an event, also if a strategy fails, but not if the validation is cancelled."""
-    validated_version: int = -1
+    validated: int = -1
     """The newest version for which everything due was measured."""
 
     async def __call__(self, version: int) -> Results:
@@ -473,7 +473,7 @@ class Validation:
             if Interval(part.config.every, part.config.at_start).due(version, last=self.last)
         ]
         results = await self.measure(version, due)
-        self.validated_version = version
+        self.validated = version
         return results
 
     async def measure(self, version: int, parts: Sequence[HeldOut]) -> Results:

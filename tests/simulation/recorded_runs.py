@@ -37,7 +37,7 @@ from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.loop.endings import Failure
 from grpo_core.loop.pipeline import Pipeline, Written
-from grpo_core.loop.timeline import Timeline, taken_down
+from grpo_core.loop.timeline import Timeline, recorded_by
 from grpo_core.plugins.host import PluginHost
 from grpo_core.reporting import trackers
 from grpo_core.reporting.files import DiskRoom, FilesTracker
@@ -107,7 +107,7 @@ class _Run:
             ),
             loop.time,
         )
-        with reported_to(self._incidents.receive), taken_down(timeline):
+        with reported_to(self._incidents.receive), recorded_by(timeline):
             timeline.stage("start")
             engine = None
             try:

@@ -363,7 +363,7 @@ class Simulation:
                 config=self._config(),
                 resumed=found is not None,
                 buffer=asdict(pipeline.buffer.statistics()),
-                measured=self._measured,
+                validated=self._measured,
             )
         )
         dice = self._dice.random
@@ -541,7 +541,7 @@ class Simulation:
         )
         if found is not None:
             checkpoint.restore(found.directory, buffer, loaders, stream)
-        self._measured = -1 if found is None else checkpoint.read_pipeline(found.directory).measured
+        self._measured = -1 if found is None else checkpoint.read_pipeline(found.directory).validated
         self.truth.carried = {slot.id for slot, _ in buffer.state_dict()["ready"]}
 
         async def save(step: int, failure: Failure | None) -> Written:
@@ -549,8 +549,8 @@ class Simulation:
                 self._checkpoints,
                 step=step,
                 pipeline={
-                    **checkpoint.cut(buffer, stream, failure=failure),
-                    "measured": self._measured,
+                    **checkpoint.snapshot(buffer, stream, failure=failure),
+                    "validated": self._measured,
                 },
                 loaders={task: loader.state_dict() for task, loader in loaders.items()},
                 save_trainer=trainer.save,

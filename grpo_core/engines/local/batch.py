@@ -98,7 +98,7 @@ class DecodingBatch:
         self._alive = empty.bool()
         self._inverse_temperatures = empty.float()
         self._cuts = torch.empty(0, 3, dtype=torch.float64, device=self._device)
-        """Limits of the tokens that each row samples from, [R, 3]; see ``sampling.cut``."""
+        """Limits of the tokens that each row samples from, [R, 3]; see ``sampling.truncation``."""
         self._greedy = empty.bool()
         self._stops = torch.empty(0, 0, dtype=torch.int64, device=self._device)
         """Token ids that end a row, [K, R]; -1 where a row has fewer than K."""
@@ -149,7 +149,7 @@ class DecodingBatch:
         self._inverse_temperatures = self._joined(
             self._inverse_temperatures, [1 / r.temperature if r.temperature else 1.0 for r in requests]
         )
-        cuts = [sampling.cut(top_k=r.top_k, top_p=r.top_p, min_p=r.min_p) for r in requests]
+        cuts = [sampling.truncation(top_k=r.top_k, top_p=r.top_p, min_p=r.min_p) for r in requests]
         self._cuts = torch.cat([self._cuts, torch.tensor(cuts, dtype=torch.float64).to(self._device)])
         self._join_stops([request.stop_token_ids for request in requests])
         self._summarise()

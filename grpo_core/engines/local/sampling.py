@@ -69,7 +69,7 @@ def sample(
         logits.mul_(inverse_temperatures[:, None])
     if cuts is not None:
         rows = cuts.any(1).nonzero()[:, 0]
-        logits[rows] = cut_(logits[rows], cuts[rows])
+        logits[rows] = truncate_(logits[rows], cuts[rows])
     probabilities = torch.softmax(logits, -1, out=logits)
     if logits.shape[1] <= _FLAT:
         tokens = _cross(probabilities.cumsum(-1), uniforms)[0]
@@ -78,12 +78,12 @@ def sample(
     return tokens, probabilities.gather(1, tokens[:, None])[:, 0].log_()
 
 
-def cut(*, top_k: int, top_p: float, min_p: float) -> tuple[float, float, float]:
+def truncation(*, top_k: int, top_p: float, min_p: float) -> tuple[float, float, float]:
     """Return a row of ``cuts``; all 0 is the whole distribution."""
     return float(top_k), 1.0 - top_p, min_p
 
 
-def cut_(scores: Tensor, cuts: Tensor) -> Tensor:
+def truncate_(scores: Tensor, cuts: Tensor) -> Tensor:
     """Set the scores of tokens that must not be sampled to -inf, in place; return ``scores``.
 
     Like transformers' warpers, in the order top_k, top_p, min_p, each on the tokens that remain.

@@ -131,7 +131,7 @@ async def findings(
     host: PluginHost, name: str, options: dict[str, Any], extent: Extent
 ) -> AsyncIterator[Finding]:
     """Audit an environment in its own process; ``options`` may contain sections of a run's configuration."""
-    sections = sourced.taken_sections(options)
+    sections = sourced.pop_sections(options)
     config = sections.environment
     incidents: list[Incident] = []
     make = partial(

@@ -259,7 +259,7 @@ class KnownPrompts:
     A prompt with the same id but another text is a different prompt.
     """
 
-    found: dict[tuple[str, str], Prompt] = field(factory=dict)
+    prompts: dict[tuple[str, str], Prompt] = field(factory=dict)
     missing: dict[str, list[str]] = field(factory=dict)
     """Ids of prompts that no longer exist, by task."""
     others: dict[str, list[str]] = field(factory=dict)
@@ -267,7 +267,7 @@ class KnownPrompts:
 
     def of(self, group: Group) -> Group | None:
         """Return the group with its current prompt, or None if it is not known."""
-        prompt = self.found.get((group.prompt.environment, group.prompt.id))
+        prompt = self.prompts.get((group.prompt.environment, group.prompt.id))
         return None if prompt is None else evolve(group, prompt=prompt)
 
 
@@ -305,7 +305,7 @@ def _match(
             if (stored := left.get(prompt.id)) is None:
                 continue
             if _plain(prompt.messages) == _plain(stored.messages):
-                known.found[task, prompt.id] = evolve(prompt, environment=task)
+                known.prompts[task, prompt.id] = evolve(prompt, environment=task)
                 del left[prompt.id]
             else:
                 others.add(prompt.id)

@@ -56,7 +56,7 @@ class Ran:
     """Whether the files were too large to keep."""
 
     @property
-    def cut(self) -> str:
+    def stopped_by(self) -> str:
         """The text "time" or "killed" if the command did not end by itself, else an empty text.
 
         Too much output counts as "time", because it ends a command in the same way.

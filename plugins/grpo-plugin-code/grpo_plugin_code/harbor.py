@@ -179,8 +179,8 @@ class Harbor(grpo.Environment):
         ran = await self._verified(self._systems, self._tasks[episode.prompt.id], shell._tree)
         rewards = rewards_of(ran)
         if isinstance(rewards, str):
-            if ran.cut:  # not unscored: a retry would let the model avoid a failure
-                metrics = {f"failed_{ran.cut}": 1.0, "commands": float(shell._number)}
+            if ran.stopped_by:  # not unscored: a retry would let the model avoid a failure
+                metrics = {f"failed_{ran.stopped_by}": 1.0, "commands": float(shell._number)}
                 return grpo.Feedback(reward=0.0, metrics=metrics)
             return grpo.Feedback(error=f"code: harbor task {episode.prompt.id}: {rewards}")
         metrics = {**rewards, "commands": float(shell._number)}
@@ -236,7 +236,7 @@ class Harbor(grpo.Environment):
         first = await self._verified(systems, task, task.tree)
         untouched = rewards_of(first)
         if isinstance(untouched, str):
-            if not first.cut:  # as a rollout it would be unscored, instead of earning 0
+            if not first.stopped_by:  # as a rollout it would be unscored, instead of earning 0
                 return f"untouched, {untouched}"
         elif _mean(untouched) > 0:
             return f"untouched, it earns {_mean(untouched):g}, expected 0: doing nothing would be rewarded"

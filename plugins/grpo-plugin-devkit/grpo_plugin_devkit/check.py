@@ -84,7 +84,7 @@ def check(
         found = findings_by_name(name, options, host.selection)
     else:
         offer = find(host, name, kind)
-        sections = sourced.taken_sections(options) if offer.kind == "dataloader" else sourced.Sections()
+        sections = sourced.pop_sections(options) if offer.kind == "dataloader" else sourced.Sections()
         if offer.kind != "environment":  # environments are loaded in their own process only
             host.check_options(offer.kind, offer.name, options)
         title, found = str(offer), findings(host, offer, options, task or [], sections)

@@ -104,7 +104,7 @@ def findings_by_name(
     Raises ConfigError if the options are wrong, or its data cannot be read.
     """
     own = dict(options)
-    sections = sourced.taken_sections(own)
+    sections = sourced.pop_sections(own)
     config = sections.environment
     make = functools.partial(
         sourced.SourcedProcess,

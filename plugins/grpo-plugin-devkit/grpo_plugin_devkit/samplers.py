@@ -136,9 +136,9 @@ class SamplerContract(RuleBasedStateMachine):
 
 def _draw(sampler: Sampler, loaders: Mapping[str, MemoryLoader], request: SampleRequest) -> list[Prompt]:
     """Draw prompts with the checks of a run: each prompt from the loaders is returned once."""
-    before = {task: len(loader.given) for task, loader in loaders.items()}
+    before = {task: len(loader.drawn) for task, loader in loaders.items()}
     prompts = checked_sample(sampler, type(sampler).__name__, loaders, request)
-    loaded = _ids(prompt for task, loader in loaders.items() for prompt in loader.given[before[task] :])
+    loaded = _ids(prompt for task, loader in loaders.items() for prompt in loader.drawn[before[task] :])
     returned = _ids(prompts)
     twice = sorted(prompt for prompt in loaded if returned[prompt] > loaded[prompt])
     assert not loaded - returned, f"taken from the loaders and not returned: {sorted(loaded - returned)}"

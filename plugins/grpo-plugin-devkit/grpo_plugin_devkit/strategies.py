@@ -25,7 +25,7 @@ from grpo_core import Episode, Feedback, GenerationRequest, Prompt, ValidationSt
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.loop.metrics import headline
-from grpo_core.testing import FakeEngine, FakeEnvironment, FakeTrainer, clock, fake_run, measured_by
+from grpo_core.testing import FakeEngine, FakeEnvironment, FakeTrainer, clock, fake_run, results_of
 from grpo_plugin_devkit.contracts import Contract
 
 Results = Mapping[str, Mapping[str, float]]
@@ -92,9 +92,9 @@ class World:
         self.environments = {task: EnvironmentPool([fake], config) for task, fake in self.fakes.items()}
         await self.engine.update_weights(Weights(version=0, location="", nbytes=0, tensors=()))
 
-    async def measured(self, strategy: ValidationStrategy, version: int = 0) -> Results:
+    async def results(self, strategy: ValidationStrategy, version: int = 0) -> Results:
         """Return the metrics of a version."""
-        return await measured_by(
+        return await results_of(
             strategy,
             self.prompts,
             engine=self.engine,
@@ -196,7 +196,7 @@ class ValidationContract(Contract):
             chosen = strategy or self.make()
             assert isinstance(chosen, ValidationStrategy), f"{chosen!r} has no method validate(context)"
             await world.start()
-            return await world.measured(chosen)
+            return await world.results(chosen)
 
         results = clock.run(story(), seed=seed)
         assert world.prompts == before, "the context's prompts were changed"
@@ -204,7 +204,7 @@ class ValidationContract(Contract):
 
     async def _cancelled(self, world: World, seconds: float) -> None:
         await world.start()
-        validating = asyncio.create_task(world.measured(self.make()))
+        validating = asyncio.create_task(world.results(self.make()))
         await asyncio.sleep(seconds)
         ended = validating.done()
         validating.cancel()
@@ -233,7 +233,7 @@ def _trained(make: Callable[[], ValidationStrategy], validates: bool) -> Any:
     stream = iter([prompt for both in zip(*world.prompts.values(), strict=True) for prompt in both])
 
     async def validate(version: int) -> Results:
-        return await world.measured(make(), version)
+        return await world.results(make(), version)
 
     async def story() -> None:
         await world.start()

@@ -10,7 +10,7 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from grpo_core import ConfigError, Engine, EngineSetup, GrpoError, Prompt, Rollout, events
+from grpo_core import ConfigError, Engine, EngineSetup, GrpoError, Prompt, events
 from grpo_core.app import making
 from grpo_core.contracts.playing import derive_seed
 from grpo_core.data.samplers import PromptStream
@@ -126,11 +126,7 @@ def forecast(
     loaders = {task: PlannedLoader(task) for task in tasks}
     renderer, sampling = PlannedRenderer(times.rollout.prompt_tokens), making.sampling_params(config.rollout)
     unfiltered = evolve(config, filters={})  # filters read tokens, which are not simulated
-    lost, sampler = making.lost_budget(config.rollout, config.slots), making.sampler(config, host)
-
-    def observe_attempt(task: str, rollouts: Sequence[Rollout], attempts: int) -> None:
-        for rollout in rollouts:
-            lost.observe(rollout)
+    sampler = making.sampler(config, host)
 
     async def story() -> None:
         engine = _engine(config, host, lambda: PlannedEngine(times.engine, plays))
@@ -161,7 +157,7 @@ def forecast(
             playing=making.playing(config.rollout, environments, renderer, seed=seed),
             learning=making.learning(unfiltered, making.loss(config.loss, host), host),
             trainer=PlannedTrainer(times.trainer, seed=seed),
-            checks=Checks(observe_attempt=observe_attempt),
+            checks=Checks(observe_attempt=making.budgets(config, environments)),
             schedule=evolve(making.schedule(config), time_limit=None),
             emit=receive,
             validate=validate if held_out else None,

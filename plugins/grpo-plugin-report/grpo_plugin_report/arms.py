@@ -106,11 +106,11 @@ def differing(configs: Sequence[Table]) -> list[tuple[str, list[str]]]:
 def _label(index: int, rows: Sequence[tuple[str, list[str]]], names: Sequence[str]) -> str:
     seeds = f" ({len(names)} runs)" if len(names) > 1 else ""
     if not 0 < len(rows) <= NAMED_KEYS:
-        return cut(", ".join(names)) + seeds
-    return ", ".join(f"{key} = {cut(values[index] or 'not set')}" for key, values in rows) + seeds
+        return shorten(", ".join(names)) + seeds
+    return ", ".join(f"{key} = {shorten(values[index] or 'not set')}" for key, values in rows) + seeds
 
 
-def cut(text: str) -> str:
+def shorten(text: str) -> str:
     """Shorten a value or a name."""
     return shortened(text, LONGEST)
 

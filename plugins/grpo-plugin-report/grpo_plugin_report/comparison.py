@@ -130,7 +130,7 @@ def render(files: Sequence[Files]) -> str:
         "compared.html",
         arms=found,
         members=sorted(members, key=lambda member: member.index),
-        settings=[(key, [arms.cut(value) for value in values]) for key, values in arms.differing(newest)],
+        settings=[(key, [arms.shorten(value) for value in values]) for key, values in arms.differing(newest)],
         changed=[member for member, each in zip(members, files, strict=True) if len(each.run.configs) > 1],
         tasks=tasks,
         repeated=_repeated(members),

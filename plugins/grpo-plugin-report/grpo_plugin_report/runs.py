@@ -116,7 +116,7 @@ def compare(directories: list[Path], /) -> int:
     tasks = dict.fromkeys(task for each in found for task in each.scores)
     rows: dict[str, list[str]] = {
         "": [str(each.path) for each in found],
-        **{key: [arms.cut(value) for value in values] for key, values in settings},
+        **{key: [arms.shorten(value) for value in values] for key, values in settings},
         "state": [each.state for each in found],
         "steps": [_steps(each) for each in found],
         "seconds a step": ["" if each.seconds is None else f"{each.seconds:.3g}" for each in found],

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from grpo_core import ConfigError, Engine, EngineSetup
 from grpo_core.app import placement
-from grpo_core.app.placement import Gpus
 from grpo_core.config import EngineConfig
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.plugins.transports import find_transport
@@ -22,7 +21,7 @@ class ScaledPlacement(placement.LocalPlacement):
     on the first ones.
     """
 
-    def groups(self, key: str, engine: EngineConfig, count: int) -> Sequence[Gpus] | None:
+    def groups(self, key: str, engine: EngineConfig, count: int) -> Sequence[placement.Gpus] | None:
         named, gpus = super().groups(key, engine, count), tuple(engine.gpus)
         if named is None or not gpus:
             return named and [*named] * engine.workers
@@ -35,7 +34,9 @@ class ScaledPlacement(placement.LocalPlacement):
             )
         return [gpus[i * size : (i + 1) * size] for i in range(engine.workers)]
 
-    def free(self, engines: Mapping[str, EngineConfig], used: set[int], count: int, ranks: int) -> Gpus:
+    def free(
+        self, engines: Mapping[str, EngineConfig], used: set[int], count: int, ranks: int
+    ) -> placement.Gpus:
         for engine in engines.values():
             if engine.gpus and self._joined(engine):
                 return (engine.gpus[-1],)
@@ -46,14 +47,14 @@ class ScaledPlacement(placement.LocalPlacement):
             )
         return super().free(engines, used, count, ranks)
 
-    def shares(self, gpus: Gpus, workers: int) -> Iterator[Gpus]:
+    def shares(self, gpus: placement.Gpus, workers: int) -> Iterator[placement.Gpus]:
         size = max(1, len(gpus) // max(1, workers))
         for worker in range(workers):
             yield tuple(gpus[(worker * size + i) % len(gpus)] for i in range(size))
 
     def visible_to(
-        self, key: str, engine: EngineConfig, groups: Sequence[Gpus], trains: Gpus
-    ) -> Sequence[Gpus]:
+        self, key: str, engine: EngineConfig, groups: Sequence[placement.Gpus], trains: placement.Gpus
+    ) -> Sequence[placement.Gpus]:
         if not self._joined(engine):
             return super().visible_to(key, engine, groups, trains)
         if trains and engine.gpus and {*trains}.isdisjoint(engine.gpus):
