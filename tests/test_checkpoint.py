@@ -91,9 +91,9 @@ def test_the_newest_are_kept(tmp_path):
 
 
 def test_one_of_the_format_before_is_not_used(tmp_path):
-    """Its pipeline.json names the strategy of a validation by a key, and this one by a pair."""
+    """Its pipeline.json has another name for the newest validated version."""
     manifest = write(tmp_path, step=1) / "manifest.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 7}))
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 8}))
     assert checkpoint.fault(manifest.parent) == "written in format 8, this version reads format 9"
 
 
