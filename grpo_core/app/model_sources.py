@@ -17,15 +17,7 @@ from grpo_core.contracts.errors import ConfigError, ModelError, did_you_mean
 from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.records import Prompt
 from grpo_core.loop import checkpoint
-from grpo_core.models.files import (
-    ADAPTERS,
-    check_path,
-    directory_here,
-    hub_cache,
-    local_directory,
-    size_of,
-    weights_digest,
-)
+from grpo_core.models.files import ADAPTERS, check_path, hub_cache, local_directory, size_of, weights_digest
 from grpo_core.plugins.configured import configured
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.installed import install_command
@@ -88,9 +80,9 @@ class ModelRequest:
     seed: int
     status: Status = silent
     """Shows an activity, and the share of it that is done; call it on the event loop."""
-    check: Callable[[str], None] = lambda directory: None
-    """Raises GrpoError if the model of a directory does not fit; it needs no weights, which may be downloaded
-    later.  Slow: call it on a thread."""
+    check: Callable[[str], None] | None = None
+    """Raises GrpoError if the model of a directory does not fit, before its weights are there.  Slow: call it
+    on a thread."""
 
 
 def with_max_tokens(config: Config, proposed: int) -> Config:
@@ -136,10 +128,7 @@ class Pretrained:
         check_path(self._path, self._hint)
 
     async def start_model(self, request: ModelRequest) -> StartModel:
-        if await asyncio.to_thread(directory_here, self._path) is None:
-            small = await asyncio.to_thread(local_directory, self._path, weights=False)
-            await asyncio.to_thread(request.check, small)
-        path = absolute(await fetched(self._path, request.status))
+        path = absolute(await fetched(self._path, request.status, request.check))
         positions = await asyncio.to_thread(size_of, path, "max_position_embeddings")
         if not (Path(path) / FILE).is_file():
             return StartModel(path=path, positions=positions)
@@ -154,9 +143,9 @@ def _write_held(directory: Path, target: Path) -> None:
     write_held(directory, target)
 
 
-async def fetched(path: str, status: Status) -> str:
-    """Return the directory of a model; a hub id is downloaded once."""
-    return await watched(lambda: local_directory(path), hub_cache(path), status, path)
+async def fetched(path: str, status: Status, check: Callable[[str], None] | None = None) -> str:
+    """Return the directory of a model, as ``local_directory`` does."""
+    return await watched(lambda: local_directory(path, check), hub_cache(path), status, path)
 
 
 async def watched(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,22 @@ WEIGHTS = "*.safetensors"
 _PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 
 
-def local_directory(path: str, *, weights: bool = True) -> str:
+def local_directory(path: str, check: Callable[[str], None] | None = None) -> str:
     """Return the directory of a model; a hub id is downloaded once, into the hub's cache.
 
     Args:
         path: of the model.
-        weights: whether the weights are downloaded, too.
+        check: called with the directory of a hub id before its weights are downloaded.
 
-    Raises ModelError if there is no model at ``path``.
+    Raises ModelError if there is no model at ``path``, and what ``check`` raises.
     """
     check_path(path)
     directory = Path(os.path.expanduser(path))
-    return str(directory) if directory.is_dir() else _download(path, weights=weights)
+    if directory.is_dir():
+        return str(directory)
+    if check is not None and directory_here(path) is None:
+        check(_download(path, _PATTERNS))
+    return _download(path, (*_PATTERNS, WEIGHTS))
 
 
 def directory_here(path: str) -> Path | None:
@@ -122,7 +126,7 @@ def hub_cache(path: str) -> Path:
     return Path(HF_HUB_CACHE, f"models--{path.replace('/', '--')}")
 
 
-def _download(repository: str, *, weights: bool) -> str:
+def _download(repository: str, patterns: Sequence[str]) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 

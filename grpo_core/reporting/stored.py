@@ -16,7 +16,6 @@ import gzip
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -145,15 +144,6 @@ def groups_in(file: Path) -> list[Group]:
             )
             for place, line in first.items()
         ]
-
-
-def prompts_in(file: Path) -> list[Prompt]:
-    """Read the prompts of a file of texts, one for each group.
-
-    Raises ConfigError if it is not there, or is damaged.
-    """
-    with _readable(file):
-        return [_prompt(next(some)) for _, some in groupby(_lines(file), lambda line: line["group"])]
 
 
 def files_of_texts(folder: Path) -> dict[int, Path]:

@@ -26,7 +26,7 @@ from grpo_core.contracts.incidents import lines_of_incidents
 from grpo_core.kit import Config, PluginHost, aio, reported_to
 from grpo_core.plugins.options import AsJson, Flag, Settings, Words
 from grpo_core.processes.secrets import inert
-from grpo_core.reporting.stored import as_json, groups_in, prompts_in
+from grpo_core.reporting.stored import as_json, groups_in
 from grpo_plugin_audit.differences import TaskDifference, shown
 from grpo_plugin_audit.rejudging import Judged, KnownPrompts, judge, look_up
 
@@ -177,7 +177,7 @@ def _prompts(stored: Stored) -> dict[str, dict[str, Prompt]]:
     """Return the prompts of all files, by task and id."""
     wanted: dict[str, dict[str, Prompt]] = {}
     for file in stored.files.values():
-        for prompt in prompts_in(file):
+        for prompt in (group.prompt for group in groups_in(file)):
             wanted.setdefault(prompt.environment, {}).setdefault(prompt.id, prompt)
     if not wanted:
         raise ConfigError(f"{stored.target}: holds no rollouts")
