@@ -707,14 +707,6 @@ class Rollout:
     """Whether it is unscored because the engine gave it up, its deadline passed, or its session died with
     others; its environment is not at fault."""
 
-    def scored(
-        self, advantage: float | None, token_advantages: NDArray[np.float64] | None, trained: bool
-    ) -> Rollout:
-        """Return it as a step trains it.  Unlike ``evolve``, this takes the other values as they are."""
-        new = object.__new__(Rollout)
-        vars(new).update(vars(self), advantage=advantage, token_advantages=token_advantages, trained=trained)
-        return new
-
     @property
     def n_sampled(self) -> int:
         """Number of tokens that the engine sampled."""

@@ -64,12 +64,16 @@ def with_advantages(
 
 
 def _scored(rollout: Rollout, score: float | Advantages | None, *, all_rows: bool) -> Rollout:
-    if score is None or not rollout.train:
-        return rollout.scored(None, None, trained=False)
-    if isinstance(score, float):
+    """Return a rollout with its score.  Unlike ``evolve``, this converts no other value again."""
+    its: dict[str, Any] = {"advantage": None, "token_advantages": None, "trained": False}
+    if isinstance(score, float) and rollout.train:
         trained = (all_rows or score != 0.0 or bool(rollout.hint_ids)) and rollout.n_sampled > 0
-        return rollout.scored(score, None, trained=trained)
-    return rollout.scored(float(score.mean()), score, trained=True)
+        its |= {"advantage": score, "trained": trained}
+    elif score is not None and rollout.train:
+        its = {"advantage": float(score.mean()), "token_advantages": score, "trained": True}
+    scored = object.__new__(Rollout)
+    vars(scored).update(vars(rollout), **its)
+    return scored
 
 
 def make_batch(groups: Sequence[Group], *, step: int, temperature: float) -> Batch:
