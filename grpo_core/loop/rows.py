@@ -66,10 +66,11 @@ def with_advantages(
 def _scored(rollout: Rollout, score: float | Advantages | None, *, all_rows: bool) -> Rollout:
     """Return a rollout with its score.  Unlike ``evolve``, this converts no other value again."""
     its: dict[str, Any] = {"advantage": None, "token_advantages": None, "trained": False}
-    if isinstance(score, float) and rollout.train:
+    score = score if rollout.train else None
+    if isinstance(score, float):
         trained = (all_rows or score != 0.0 or bool(rollout.hint_ids)) and rollout.n_sampled > 0
         its |= {"advantage": score, "trained": trained}
-    elif score is not None and rollout.train:
+    elif score is not None:
         its = {"advantage": float(score.mean()), "token_advantages": score, "trained": True}
     scored = object.__new__(Rollout)
     vars(scored).update(vars(rollout), **its)
