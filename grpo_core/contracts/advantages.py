@@ -48,7 +48,8 @@ def reaches(reward: float, threshold: float, terms: Sequence[float] = ()) -> boo
     Args:
         terms: what the reward is the sum of, if it is known: noise is relative to the largest.
     """
-    return reward >= threshold or equal([reward, threshold], EQUAL * max(map(abs, terms), default=0.0))
+    largest = max(map(abs, (reward, threshold, *terms)))
+    return reward >= threshold or threshold - reward <= max(SMALLEST, EQUAL * largest)
 
 
 # ---------------------------------------------------------------------------------- relative to the group

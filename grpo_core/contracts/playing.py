@@ -223,20 +223,21 @@ def check_completions(
     if not completions:
         return 0
     ids = np.concatenate([completion.tokens.ids for completion in completions])
-    strange = ids[(ids < 0) | (ids >= vocabulary)]
-    if strange.size:
+    highest = int(ids.view(np.uint32).max(initial=0))  # an id below 0 is one above all others
+    if highest >= vocabulary:
+        strange = ids[(ids < 0) | (ids >= vocabulary)]
         raise PluginError(
             f"engine: generate() returned the token id {strange[0]}; expected 0 or more, and less than the "
             f"{vocabulary} of the model's vocabulary"
         )
     logprobs = np.concatenate([completion.tokens.logprobs for completion in completions])
-    valid = (-np.inf < logprobs) & (logprobs <= LOGPROB_SLACK)
-    if not valid.all():
+    wrong = logprobs[~((-np.inf < logprobs) & (logprobs <= LOGPROB_SLACK))]
+    if wrong.size:
         raise PluginError(
-            f"engine: generate() returned the logprob {logprobs[~valid][0]} for a sampled token; expected a "
+            f"engine: generate() returned the logprob {wrong[0]} for a sampled token; expected a "
             "finite number of at most 0"
         )
-    return int(ids.max(initial=0))
+    return highest
 
 
 def check_request(request: GenerationRequest, *, engine: str, vocabulary: int, positions: int) -> None:

@@ -646,7 +646,7 @@ class Recording:
         return tuple(length for segment in self.segments for length in segment.tokens.completions)
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, slots=False)
 class Rollout:
     """One prompt played to its end."""
 
@@ -710,7 +710,7 @@ class Rollout:
     @property
     def n_sampled(self) -> int:
         """Number of tokens that the engine sampled."""
-        return sum(segment.tokens.n_sampled for segment in self.segments)
+        return sum([segment.tokens.n_sampled for segment in self.segments])
 
     @property
     def right(self) -> bool:
@@ -778,9 +778,9 @@ class Row:
         default=None, eq=cmp_using(eq=_same_numbers), hash=False
     )
     """Advantage of each sampled token, float32; None if all have ``advantage``."""
-    hint_prefix: Ids = field(default=(), converter=_ids, eq=_SAME_IDS, hash=False)
+    hint_prefix: tuple[int, ...] = field(default=(), converter=_tuple)
     """The same of its rollout; only scores in the hinted context read these tokens."""
-    hint_ids: Ids = field(default=(), converter=_ids, eq=_SAME_IDS, hash=False)
+    hint_ids: tuple[int, ...] = field(default=(), converter=_tuple)
     """The same of its rollout; empty without a hint."""
 
 

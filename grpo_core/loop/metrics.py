@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from math import ceil
 from statistics import fmean, pstdev
@@ -262,14 +261,9 @@ class Meter:
         """Start measuring with the first step."""
         self._last = self.now()
 
-    @contextmanager
-    def generating(self) -> Iterator[None]:
+    def generating(self) -> Activity:
         """Count the time inside this context as busy."""
-        self._playing.enter(self.now())
-        try:
-            yield
-        finally:
-            self._playing.leave(self.now())
+        return self._playing
 
     def count(self, task: str, rollout: Rollout) -> None:
         self._tokens += rollout.n_sampled

@@ -18,9 +18,8 @@ group once no rollout of it calls a tool.  And a caller may set ``lockstep``.
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from attrs import evolve
@@ -42,6 +41,9 @@ from grpo_core.loop.turns import RolloutRequest, RolloutState, SamplingParams
 from grpo_core.processes.aio import Limit, gather
 
 T = TypeVar("T")
+
+_LOST = EngineError, ChildDied, DeadlineExceeded
+"""Errors by which an engine or an environment loses rollouts: they end unscored, and are played again."""
 
 __all__ = ["LostBudget", "RolloutRequest", "SamplingParams", "cause", "derive_seed", "play"]
 
@@ -67,19 +69,16 @@ async def play(
 
     Raises ModelError if the chat template cannot keep the tokens of earlier turns.
     """
-    states = [
-        RolloutState(request, environments[request.prompt.environment], sampling) for request in requests
-    ]
+    states, players = [], []
     tasks: dict[str, list[RolloutState]] = defaultdict(list)
-    for state in states:
-        tasks[state.request.prompt.environment].append(state)
+    for request in requests:
+        task = request.prompt.environment
+        states.append(RolloutState(request, environments[task], sampling))
+        tasks[task].append(states[-1])
     timer = deadline if isinstance(deadline, Limit) else Limit(deadline)
-    players = [
-        (_Turns if environments[task].player is None else _Played)(
-            some, engine, environments[task], renderer, timer, lockstep=lockstep
-        )
-        for task, some in tasks.items()
-    ]
+    for task, some in tasks.items():
+        kind = _Turns if environments[task].player is None else _Played
+        players.append(kind(some, engine, environments[task], renderer, timer, lockstep=lockstep))
     try:
         async with timer:
             await _together([player.play() for player in players])
@@ -115,9 +114,11 @@ class _Turns:
 
     async def play(self) -> None:
         """Play all to their ends."""
-        with _giving_up(self._states):
+        try:
             await self._open()
-            await _together([self._play_part(part) for part in self._parts()])
+            await _together(list(map(self._play_part, self._parts())))
+        except _LOST as error:
+            _give_up(self._states, str(error))
 
     def _parts(self) -> list[Sequence[RolloutState]]:
         """Return the parts to evaluate together: all, compared groups, or single rollouts."""
@@ -129,19 +130,20 @@ class _Turns:
         return list(parts.values())
 
     async def _play_part(self, part: Sequence[RolloutState]) -> None:
-        with _giving_up(part):
+        try:
             while live := [state for state in part if not state.done]:
                 await self._reply(live, part)
                 if shown := self._to_evaluate(part):
                     await self._evaluate(shown)
+        except _LOST as error:
+            _give_up(part, str(error))
         await self._close(part)
 
-    async def _reply(self, live: Sequence[RolloutState], part: Sequence[RolloutState]) -> None:
+    def _reply(self, live: Sequence[RolloutState], part: Sequence[RolloutState]) -> Awaitable[Any]:
         """Let the model reply in the rollouts of a part that have not ended."""
         if self._lockstep or self._one_turn:
-            await self._complete(live)
-        else:
-            await _together([self._complete([state]) for state in live])
+            return self._complete(live)
+        return _together([self._complete([state]) for state in live])
 
     async def _complete(self, states: Sequence[RolloutState]) -> None:
         """Generate a completion for each; in a compared group, until no rollout calls a tool."""
@@ -186,12 +188,13 @@ class _Turns:
         def render() -> dict[tuple[int, str], Ids | ControlInText]:
             return {key: _or_refusal(ids_of, *start) for key, start in starts.items()}
 
+        context = self._context
         rendered = await renderer.run(render, sum(_size(prompt.messages) for prompt, _ in starts.values()))
         for state, begun, key in zip(self._states, opened, keys, strict=True):
             if isinstance(ids := rendered[key], ControlInText):
                 self._refuse(state, ids)
             else:
-                state.begin(begun, ids, self._context)
+                state.begin(begun, ids, context)
 
     def _refuse(self, state: RolloutState, error: ControlInText) -> None:
         """Fail a rollout with a text that spells a control token."""
@@ -217,7 +220,7 @@ class _Turns:
         except EngineError:
             if len(states) == 1 or self._environment.about.needs_group:
                 raise
-            await _together([self._generate_alone(state) for state in states])
+            await _together(list(map(self._generate_alone, states)))
             return
 
         def read() -> list[Message]:
@@ -240,8 +243,10 @@ class _Turns:
             state.take_completion(completion, message)
 
     async def _generate_alone(self, state: RolloutState) -> None:
-        with _giving_up([state]):
+        try:
             await self._generate([state])
+        except _LOST as error:
+            _give_up([state], str(error))
 
     async def _evaluate(self, states: Sequence[RolloutState]) -> None:
         feedback = await self._judged(states)
@@ -337,21 +342,9 @@ def _size(messages: Sequence[Message]) -> int:
     return sum(len(message.get("content") or "") for message in messages)
 
 
-async def _together(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Await all; a single coroutine needs no task."""
-    if len(coroutines) == 1:
-        await coroutines[0]
-    else:
-        await gather(coroutines)
-
-
-@contextlib.contextmanager
-def _giving_up(states: Sequence[RolloutState]) -> Iterator[None]:
-    """End rollouts unscored if their engine or environment is lost; they are retried."""
-    try:
-        yield
-    except (EngineError, ChildDied, DeadlineExceeded) as error:
-        _give_up(states, str(error))
+def _together(coroutines: Sequence[Coroutine[Any, Any, None]]) -> Awaitable[Any]:
+    """Run all together; a single coroutine needs no task."""
+    return coroutines[0] if len(coroutines) == 1 else gather(coroutines)
 
 
 def _waited_for(state: RolloutState) -> str:

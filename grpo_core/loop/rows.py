@@ -64,12 +64,17 @@ def with_advantages(
 
 
 def _scored(rollout: Rollout, score: float | Advantages | None, *, all_rows: bool) -> Rollout:
-    if score is None or not rollout.train:
-        return evolve(rollout, advantage=None, token_advantages=None, trained=False)
+    """Return a rollout with its score.  Unlike ``evolve``, this converts no other value again."""
+    its: dict[str, Any] = {"advantage": None, "token_advantages": None, "trained": False}
+    score = score if rollout.train else None
     if isinstance(score, float):
         trained = (all_rows or score != 0.0 or bool(rollout.hint_ids)) and rollout.n_sampled > 0
-        return evolve(rollout, advantage=score, token_advantages=None, trained=trained)
-    return evolve(rollout, advantage=float(score.mean()), token_advantages=score, trained=True)
+        its |= {"advantage": score, "trained": trained}
+    elif score is not None:
+        its = {"advantage": float(score.mean()), "token_advantages": score, "trained": True}
+    scored = object.__new__(Rollout)
+    vars(scored).update(vars(rollout), **its)
+    return scored
 
 
 def make_batch(groups: Sequence[Group], *, step: int, temperature: float) -> Batch:
@@ -138,7 +143,9 @@ def checked_scores(scores: Sequence[Sequence[Any]], groups: Sequence[Group], who
         )
     return [
         [
-            _score(value, rollout, f"{who}, prompt {group.prompt.id!r}, rollout {i}")
+            value
+            if value is None or (type(value) is float and isfinite(value))
+            else _score(value, rollout, f"{who}, prompt {group.prompt.id!r}, rollout {i}")
             for i, (value, rollout) in enumerate(zip(row, group.rollouts, strict=True))
         ]
         for group, row in zip(groups, scores, strict=True)
@@ -146,8 +153,6 @@ def checked_scores(scores: Sequence[Sequence[Any]], groups: Sequence[Group], who
 
 
 def _score(value: Any, rollout: Rollout, where: str) -> float | Advantages | None:
-    if value is None or type(value) is float:
-        return value if value is None else _number(value, where)
     if not (isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim)):
         return _number(value, where)
     try:

@@ -25,10 +25,11 @@ MOST = 20
 
 @define
 class Activity:
-    """Adds up the calls in a lane."""
+    """Adds up the calls in a lane; a call is a block inside this context."""
 
     lane: str
     what: str
+    clock: Callable[[], float] = lambda: asyncio.get_running_loop().time()
     spans: list[Span] = field(factory=list)
     """Spans that have ended since the last ``take``."""
     running: int = 0
@@ -38,6 +39,12 @@ class Activity:
     seconds: float = 0.0
     """Total seconds of the calls in the current span, until ``at``."""
     at: float = 0.0
+
+    def __enter__(self) -> None:
+        self.enter(self.clock())
+
+    def __exit__(self, *error: object) -> None:
+        self.leave(self.clock())
 
     def enter(self, now: float) -> None:
         if self.running == 0:
@@ -86,22 +93,16 @@ class Activity:
 class Timeline:
     """Records who does what when."""
 
-    clock: Callable[[], float] = field(default=lambda: asyncio.get_running_loop().time())
+    clock: Callable[[], float] = lambda: asyncio.get_running_loop().time()
     tell: Callable[[str], None] = lambda stage: None
     """Receives the name of each stage of the loop when it begins."""
     _activities: dict[tuple[str, str], Activity] = field(init=False, factory=dict)
     _stage: Activity = field(init=False, factory=lambda: Activity(LOOP, ""))
     _stages: list[Span] = field(init=False, factory=list)
 
-    @contextmanager
-    def during(self, lane: str, what: str) -> Iterator[None]:
+    def during(self, lane: str, what: str) -> Activity:
         """Record a lane's activity inside this context."""
-        activity = self._activities.setdefault((lane, what), Activity(lane, what))
-        activity.enter(self.clock())
-        try:
-            yield
-        finally:
-            activity.leave(self.clock())
+        return self._activities.setdefault((lane, what), Activity(lane, what, self.clock))
 
     def stage(self, what: str) -> None:
         """Record that the loop enters another stage."""
@@ -124,6 +125,7 @@ class Timeline:
 
 
 _current: ContextVar[Timeline | None] = ContextVar("timeline", default=None)
+_NOTHING = nullcontext()
 
 
 @contextmanager
@@ -139,7 +141,7 @@ def recorded_by(timeline: Timeline) -> Iterator[None]:
 def during(lane: str, what: str) -> AbstractContextManager[None]:
     """Record a lane's activity inside this context, if there is a timeline."""
     timeline = _current.get()
-    return nullcontext() if timeline is None else timeline.during(lane, what)
+    return _NOTHING if timeline is None else timeline.during(lane, what)
 
 
 def stage(what: str) -> None:

@@ -136,6 +136,8 @@ class RolloutState:
 
     def __attrs_post_init__(self) -> None:
         self.messages, self.hint = self.request.prompt.messages, self.request.prompt.hint
+        if (temperature := self.request.temperature) is not None:
+            self.sampling = evolve(self.sampling, temperature=temperature, top_p=1.0, top_k=0, min_p=0.0)
 
     def begin(self, opened: SessionStart, prompt_ids: Ids, context: int) -> None:
         self.tools, self.prompt_ids, self.context = opened.tools, prompt_ids, context
@@ -153,15 +155,18 @@ class RolloutState:
 
     def play(self, engine: Engine, renderer: Renderer) -> Play:
         """Return the input of a player."""
-        prompt = self.request.prompt
+        prompt, sampling = self.request.prompt, self.sampling
         return Play(
             prompt=prompt,
             seed=self.request.seed,
             group=self.request.group,
             tools=self.tools,
-            **self._distribution(),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
             limits=self.limits,
-            stop=self.sampling.stop,
+            stop=sampling.stop,
             engine=engine,
             renderer=renderer,
             run=lambda client: self.environment.run(self.session, prompt, client),
@@ -252,31 +257,27 @@ class RolloutState:
         return bool(calls)
 
     def generation_request(self, stop_token_ids: tuple[int, ...]) -> GenerationRequest:
+        sampling = self.sampling
         return GenerationRequest(
-            prompt_ids=concatenated([self.prompt_ids, *(part.ids for part in self.parts)]),
+            prompt_ids=concatenated([self.prompt_ids, *[part.ids for part in self.parts]]),
             max_tokens=self._wanted(),
-            **self._distribution(),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
             stop_token_ids=stop_token_ids,
-            stop=self.sampling.stop,
+            stop=sampling.stop,
             seed=self.request.seed if self.turns == 0 else derive_seed(self.request.seed, self.turns),
             group=self.request.group,
         )
 
-    def _distribution(self) -> dict[str, Any]:
-        """Return the options of the sampling distribution."""
-        if self.request.temperature is not None:
-            return {"temperature": self.request.temperature}
-        its = self.sampling
-        return {"temperature": its.temperature, "top_p": its.top_p, "top_k": its.top_k, "min_p": its.min_p}
-
     def take_completion(self, completion: Completion, message: Message) -> None:
-        self._append(completion.tokens)
+        sampled = self._append(completion.tokens)
         if calls := message.get("tool_calls"):
             message = {**message, "tool_calls": numbered(calls, self.tool_calls)}
             self.tool_calls += len(calls)
         self.messages = (*self.messages, message)
         self.turns += 1
-        sampled = len(completion.tokens)
         self.turn_rewards += (0.0,)
         self.turn_tokens += (sampled,)
         self.turn_states += ("",)
@@ -413,6 +414,8 @@ class RolloutState:
         """Return the current segment as it is now."""
         return Segment(prompt_ids=self.prompt_ids, tokens=Tokens.concatenate(self.parts))
 
-    def _append(self, tokens: Tokens) -> None:
+    def _append(self, tokens: Tokens) -> int:
+        """Add tokens to the current segment; return their number."""
         self.parts.append(tokens)
-        self.n_tokens += len(tokens)
+        self.n_tokens += (n := len(tokens))
+        return n

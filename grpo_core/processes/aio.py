@@ -109,8 +109,8 @@ class Limit:
 
     async def __aenter__(self) -> Self:
         self._token = _limits.set((*_limits.get(), self))
-        self._timer = await asyncio.timeout(None).__aenter__()
-        self.restart(self.left)
+        self._since = _now()
+        self._timer = await asyncio.timeout(None if self._waits else self.left).__aenter__()
         return self
 
     async def __aexit__(self, *error: Any) -> None:

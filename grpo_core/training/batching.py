@@ -44,7 +44,7 @@ def in_hinted_context(row: Row) -> Row | None:
     Everything after the first prompt stays as it is, in later segments as well.
     """
     own = row.prompt_ids[: len(row.hint_prefix)]
-    if not len(row.hint_ids) or not np.array_equal(own, row.hint_prefix):
+    if not row.hint_ids or not np.array_equal(own, row.hint_prefix):
         return None
     rest = row.prompt_ids[len(row.hint_prefix) :]
     return evolve(row, prompt_ids=np.concatenate([row.hint_ids, rest]))
