@@ -25,8 +25,9 @@ from grpo_core.loop.schedule import schedule
 from grpo_core.plugins.host import PluginHost
 from grpo_core.training.microbatch import collate
 from grpo_core.training.optimization import divided, flat
-from grpo_core.training.optimizers import state_bytes, state_of
+from grpo_core.training.optimizers import state_of
 from grpo_core.training.trainer import TorchTrainer
+from grpo_plugin_doctor.memory import state_bytes
 
 NAMES = ("adamw", "adamw_8bit", "muon")
 TORCHAO = pytest.param(

@@ -63,7 +63,8 @@ def unpacked(value: Any) -> Any:
         case {"$": "array" | "number" as kind, "dtype": dtype, "shape": list(shape), "of": str(text)}:
             import numpy as np
 
-            found = np.frombuffer(base64.b64decode(text), _numpy_dtype(dtype)).reshape(shape)
+            fields = [tuple(each) for each in dtype] if isinstance(dtype, list) else dtype
+            found = np.frombuffer(base64.b64decode(text), np.dtype(fields)).reshape(shape)
             return found.copy() if kind == "array" else found[()]
         case {"$": "tensor", "dtype": str(dtype), "shape": list(shape), "of": str(text)}:
             import torch
@@ -137,9 +138,3 @@ def _packed_array(value: Any) -> Any:
 
 def _text(value: bytes | bytearray) -> str:
     return base64.b64encode(value).decode()
-
-
-def _numpy_dtype(given: Any) -> Any:
-    import numpy as np
-
-    return np.dtype([tuple(each) for each in given] if isinstance(given, list) else given)

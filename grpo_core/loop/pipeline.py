@@ -583,7 +583,11 @@ class Pipeline:
                     self._changing = True
                     result = await self.trainer.step(batch)
                     self._changing = False
-            parts = _parts_of_step(result, began, self._meter.now())
+            ended = self._meter.now()
+            parts = [
+                events.Span(lane="trainer", what=f"step: {name}", begin=began, end=ended, busy=seconds)
+                for name, seconds in result.parts.items()
+            ]
             self._trained = result.version
             await self._synced()  # the engine may still be reading the previous weights
             try:
@@ -905,11 +909,3 @@ class Pipeline:
 
         async with time_limit(patience, late):
             return await self._changes.until(question)
-
-
-def _parts_of_step(result: StepResult, began: float, ended: float) -> list[events.Span]:
-    """Return the parts of a trainer's step as spans."""
-    return [
-        events.Span(lane="trainer", what=f"step: {name}", begin=began, end=ended, busy=seconds)
-        for name, seconds in result.parts.items()
-    ]

@@ -68,11 +68,6 @@ _CHILDREN: weakref.WeakSet[Child] = weakref.WeakSet()
 _MARKS = orphans.Marks()
 
 
-def living() -> dict[int, str]:
-    """Return the names of the running children by process id; each leads a process group."""
-    return {child.pid: child.name for child in list(_CHILDREN) if child.alive}
-
-
 def descendants(pid: int, but: Collection[int] = ()) -> Iterator[int]:
     """Yield a process and all its known descendants.
 
@@ -95,7 +90,7 @@ def memory() -> dict[str, float]:
     each process.  Empty without ``/proc``.
     """
     found: dict[str, float] = defaultdict(float)
-    named = living()
+    named = {child.pid: child.name for child in list(_CHILDREN) if child.alive}  # each leads a group
     for pid, name in [(os.getpid(), "main"), *named.items()]:
         metric = "memory/" + re.sub(r"\W+", "_", name).strip("_")  # such as "environment_of_task_sort"
         for each in descendants(pid, named.keys() if name == "main" else ()):

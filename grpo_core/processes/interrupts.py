@@ -95,11 +95,6 @@ def received(receive: OnSignal) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def raise_interrupt(name: str) -> None:
-    """Receive a signal during a blocking call of the main thread, such as ``input``."""
-    raise KeyboardInterrupt(name)
-
-
 def leave() -> NoReturn:
     """Exit with ``INTERRUPTED``, even if a thread or a library does not end."""
     global _left

@@ -351,7 +351,8 @@ class Renderer:
             calls = read_calls(said.pop("tool_calls", None), text)
             message = {**said, "role": "assistant", "content": str(said.get("content") or "")}
         else:
-            thinking = self._opens_thought(before)
+            # a prompt may end with the beginning of a thought
+            thinking = self.whole(before[-_OPENING:].tolist()).rstrip().endswith(THOUGHT_OPENS)
             content, calls = parse_calls(text, thinking=thinking) if tools else (text, [])
             message = {"role": "assistant", "content": content}
         return {**message, "tool_calls": calls} if calls else message
@@ -362,10 +363,6 @@ class Renderer:
         text = added(self.whole, prefix, sampled)
         parse = self.tokenizer.parse_response
         return dict(parse(text, prefix=self.whole(prefix), tools=list(tools) or None))
-
-    def _opens_thought(self, before: Ids) -> bool:
-        """Return whether a prompt ends with the beginning of a thought."""
-        return self.whole(before[-_OPENING:].tolist()).rstrip().endswith(THOUGHT_OPENS)
 
     def text(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
         """Return the text that tokens add to the text before them, without special and stop tokens."""

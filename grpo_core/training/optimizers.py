@@ -7,7 +7,7 @@ checkpoint.  torch is imported when an optimizer is made.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import inf, prod
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.contracts.protocols import ParameterGroup
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 State = Mapping[str, tuple[tuple[int, ...], str]]
 """Shape and dtype of each slot of a parameter's state; the dtype "int" is a plain number."""
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int": 0}
-
 
 def state_of(selected: Selected, options: Mapping[str, Any], name: str, shape: Sequence[int]) -> State | None:
     """Return an optimizer's state for a parameter; None if its offer does not declare it."""
@@ -28,20 +26,6 @@ def state_of(selected: Selected, options: Mapping[str, Any], name: str, shape: S
         return None
     state: State = selected.loaded(selected.offer.state)(name, tuple(shape), **options)
     return state
-
-
-def state_bytes(
-    selected: Selected, options: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
-) -> int | None:
-    """Return the bytes that an optimizer keeps for parameters; None if it does not declare them.
-
-    Update counters are too small to count.
-    """
-    states = [state_of(selected, options, name, shape) for name, shape in shapes.items()]
-    known = [state for state in states if state is not None]
-    if len(known) < len(states):
-        return None
-    return sum(ITEMSIZE[dtype] * prod(shape) for state in known for shape, dtype in state.values() if shape)
 
 
 def adamw_state(name: str, shape: tuple[int, ...], **options: Any) -> State:

@@ -105,11 +105,15 @@ class Replies:
             if not line:
                 raise InputEnded("the input has ended")
             return line.rstrip("\r\n")
-        with interrupts.received(interrupts.raise_interrupt):  # input() blocks the event loop
+        with interrupts.received(_interrupt):  # input() blocks the event loop
             try:
                 return input(prompt)
             except EOFError:
                 raise InputEnded("the input has ended") from None
+
+
+def _interrupt(name: str) -> None:
+    raise KeyboardInterrupt(name)
 
 
 def _call(text: str) -> str | None:

@@ -24,9 +24,10 @@ from grpo_core.app.model_sources import scoring_model
 from grpo_core.config import EngineConfig, build, parse_settings
 from grpo_core.config.run import needed_scores
 from grpo_core.kit import Config, PluginHost, as_table, files
+from grpo_core.plugins.offers import Selected
 from grpo_core.plugins.transports import find_transport
 from grpo_core.training import memory as sizes
-from grpo_core.training.optimizers import state_bytes
+from grpo_core.training.optimizers import state_of
 from grpo_plugin_doctor import Health, machine
 from grpo_plugin_doctor.parameters import dtypes_in, linear_parameters, lora_shapes, shapes_in
 
@@ -40,6 +41,7 @@ PROMPT_TOKENS = 256
 """Assumed number of prompt tokens for each completion of ``rollout.max_tokens``."""
 SMALLEST = 1 << 30
 """Bytes of a trainer below which the slow nvidia-smi is not run."""
+STATE_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int": 0}
 _RECOMPUTES = {"trainer.activations": "recompute"}
 SMALLER: Sequence[Mapping[str, str]] = (
     _RECOMPUTES,
@@ -105,6 +107,21 @@ class Case:
     def refuses(self, capacities: Sequence[Capacity]) -> bool:
         """Whether the run cannot fit."""
         return any(each.refused(self.config.section(Health).max_memory) for each in capacities)
+
+
+def state_bytes(
+    selected: Selected, options: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
+) -> int | None:
+    """Return the bytes that an optimizer keeps for parameters; None if it does not declare them.
+
+    Update counters are too small to count.
+    """
+    states = [state_of(selected, options, name, shape) for name, shape in shapes.items()]
+    known = [state for state in states if state is not None]
+    if len(known) < len(states):
+        return None
+    slots = [slot for state in known for slot in state.values()]
+    return sum(STATE_ITEMSIZE[dtype] * prod(shape) for shape, dtype in slots if shape)
 
 
 @frozen(kw_only=True)
