@@ -162,7 +162,11 @@ def taught(runs: Runs) -> str:
         if arm not in runs:
             continue
         its = [run["validated"] for run in runs[arm].values()]
-        cells = ["" if at >= len(its[0]) else _cell([run[at] for run in its]) for at in (0, 1, 2, 4)]
+        columns = ([run[at] for run in its if at < len(run)] for at in (0, 1, 2, 4))
+        cells = [
+            _cell(found) + (f" (seeds: {len(found)})" if len(found) < len(its) else "") if found else ""
+            for found in columns
+        ]
         lines.append(f"| {name} | {len(its)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
