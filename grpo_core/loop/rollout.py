@@ -116,7 +116,7 @@ class _Turns:
         """Play all to their ends."""
         try:
             await self._open()
-            await _together(list(map(self._play_part, self._parts())))
+            await _together([self._play_part(part) for part in self._parts()])
         except _LOST as error:
             _give_up(self._states, str(error))
 
@@ -220,7 +220,7 @@ class _Turns:
         except EngineError:
             if len(states) == 1 or self._environment.about.needs_group:
                 raise
-            await _together(list(map(self._generate_alone, states)))
+            await _together([self._generate_alone(state) for state in states])
             return
 
         def read() -> list[Message]:
