@@ -102,6 +102,7 @@ def test_an_engine_for_validation_has_its_own_share():
     assert seen(TRAINER, 4, TWO, ONE)[0] == ["0", "1", "2", "3"]
     assert seen(TRAINER, 4, EngineConfig(workers=3, gpus=[0, 1, 2]), ONE)[0] == ["3", "0", "1", "2", "0,1,2"]
     assert seen(TRAINER, 4, TWO, EngineConfig(gpus=[0]))[0] == ["1", "2", "3", "0"]
+    assert seen(TRAINER, 4, EngineConfig(transport="cuda_ipc"), ONE)[0] == ["0", "1,0", "2"]
 
 
 def test_gpus_are_numbered_as_this_process_sees_them(monkeypatch):

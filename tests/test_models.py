@@ -54,7 +54,7 @@ def test_a_hub_id_that_cannot_be_had(monkeypatch):
 
 @pytest.fixture
 def hub(tmp_path):
-    """Serves the model "someone/small"; yields its address, and the paths of all requests."""
+    """Serves the model "someone/small"; yields its address, the paths of all requests, and its directory."""
     directory, sha, asked = make_test_model(tmp_path / "model"), "a" * 40, []
 
     class Hub(BaseHTTPRequestHandler):
@@ -84,15 +84,15 @@ def hub(tmp_path):
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", asked
+    yield f"http://127.0.0.1:{server.server_port}", asked, directory
     server.shutdown()
     server.server_close()
 
 
 def train_from(hub, tmp_path, **settings):
-    address, asked = hub
+    address, asked, _ = hub
     settings = {"model.path": "someone/small", "trainer.steps": 1, "validation.every": 0} | settings
-    command = [sys.executable, "-m", "grpo_core", "train", "--env", "math:sort", "--output", "run"]
+    command = [sys.executable, "-m", "grpo_core", "train", "--env", "math:sort"]
     for name, value in settings.items():
         command += ["--set", f"{name.replace('__', '.')}={value}"]
     cache = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
@@ -119,11 +119,23 @@ def test_what_small_files_tell_is_refused_before_the_weights_are_downloaded(hub,
     assert "model.safetensors" not in files
 
 
-def test_a_model_of_the_hub_is_downloaded_once_and_trained(hub, tmp_path):
+def test_a_model_of_the_hub_is_downloaded_and_trained(hub, tmp_path):
     done, files = train_from(hub, tmp_path, rollout__max_tokens=4)
     assert not done.returncode, done.stderr
     assert "model.safetensors" in files
-    assert (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_download_without_all_of_its_weights_is_checked_before_it_continues(hub, tmp_path):
+    _, asked, directory = hub
+    (directory / "another.safetensors").write_bytes(bytes(100))
+    done, files = train_from(hub, tmp_path, rollout__max_tokens=4)
+    assert "another.safetensors" in files, done.stderr
+    (downloaded,) = (tmp_path / "cache").rglob("snapshots/*/another.safetensors")
+    downloaded.unlink()
+    asked.clear()
+    done, files = train_from(hub, tmp_path, rollout__max_tokens=100_000)
+    assert "rollout.max_tokens is 100000" in done.stderr
+    assert not [name for name in files if name.endswith(".safetensors")]
 
 
 @pytest.mark.parametrize("total", [20_000_000, None])

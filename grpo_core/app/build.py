@@ -163,7 +163,7 @@ def _make_trackers(run: TrainingRun, listeners: Mapping[str, Tracker]) -> None:
 
 @contextlib.asynccontextmanager
 async def started(run: TrainingRun) -> AsyncIterator[tuple[Pipeline, Tasks]]:
-    """Start the components of a run, connect them, and notify the trackers; they end with the block."""
+    """Start and connect the components of a run, which end with the block, and notify the trackers."""
     setup, directory = run.setup, run.directory
     run.trackers.status("starting the environments")
     importing = asyncio.create_task(asyncio.to_thread(_import_what_is_needed_soon))
@@ -260,8 +260,7 @@ async def _connected(run: TrainingRun, tasks: Tasks) -> Pipeline:
         return prompts
 
     def fits(model: str) -> None:
-        complete = with_max_tokens(config, 0)
-        making.check_lengths(complete.rollout, size_of(model, "max_position_embeddings"))
+        making.check_lengths(with_max_tokens(config, 0).rollout, size_of(model, "max_position_embeddings"))
         renderer = making.load_renderer(config.model, model, setup.engines.values())
         for first in (prompt for part in prompts.values() for prompt in part[:1]):
             renderer.prompt_ids(first.messages)

@@ -247,6 +247,7 @@ class Finished:
     buffer: BufferStatistics
     """The buffer in the checkpoint."""
     message: str
+    """What ended the run, and what continues it."""
     complete: bool
     """Whether the run ended completely."""
 
@@ -375,12 +376,12 @@ def _resumed(
     return run
 
 
-def _check_nothing_is_ignored(edits: Iterable[tuple[str, Any, Any]], told: str) -> None:
+def _check_nothing_is_ignored(edits: Iterable[tuple[str, Any, Any]], message: str) -> None:
     """Raise ConfigError for changes of a run that has nothing left to train."""
     for key, old, new in edits:
         if key not in ENDS and not key.startswith("tracking."):
             raise ConfigError(
-                f"{told}, or leave out {key} = {shown(new)}, which was {shown(old)}: nothing is left to "
+                f"{message}, or leave out {key} = {shown(new)}, which was {shown(old)}: nothing is left to "
                 "train with it"
             )
 

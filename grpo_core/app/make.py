@@ -58,7 +58,7 @@ def _stands_alone(name: str, host: PluginHost) -> bool:
 def make(
     config: Config, host: PluginHost, *, trains: bool = True, model: StartModelSource | None = None
 ) -> RunSetup:
-    """Make the setup, to train or to play alone; close them if one of them cannot be made.
+    """Make the components of a run, to train or to play alone; close all if one of them cannot be made.
 
     The modules of the selected plugins are imported, except environments offered as a string: they may load
     only in their own process.  Raises ConfigError, PluginError or ModelError for the first invalid choice.
@@ -66,7 +66,7 @@ def make(
     Args:
         config: the whole configuration.
         host: its plugins.
-        trains: whether they train.
+        trains: whether the run trains.
         model: the source that ``model.path`` names, if it has been made.
     """
     setup = RunSetup(config, host, trains)

@@ -81,8 +81,8 @@ class ModelRequest:
     status: Status = silent
     """Shows an activity, and the share of it that is done; call it on the event loop."""
     check: Callable[[str], None] | None = None
-    """Raises GrpoError if the model of a directory does not fit, before its weights are there.  Slow: call it
-    on a thread."""
+    """Raises GrpoError if the model of a directory, perhaps still without weights, does not fit the run that
+    trains it.  Slow: call it on a thread."""
 
 
 def with_max_tokens(config: Config, proposed: int) -> Config:

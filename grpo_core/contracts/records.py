@@ -646,7 +646,7 @@ class Recording:
         return tuple(length for segment in self.segments for length in segment.tokens.completions)
 
 
-@frozen(kw_only=True, slots=False)
+@frozen(kw_only=True, slots=False)  # with a dict, which ``loop.rows`` copies
 class Rollout:
     """One prompt played to its end."""
 

@@ -247,7 +247,7 @@ class Laws:
     def _on_RunStarted(self, event: Mapping[str, Any]) -> None:  # noqa: N802 - named as the event
         self.terms = Terms.of(event["config"])
         step = event["step"]
-        found = event["buffer"] | {name: event[name] for name in ("validated",) if name in event}
+        found = event["buffer"] | {name: its for name, its in event.items() if name == "validated"}
         cuts = self._cuts[step] if event["resumed"] else [_Account()]
         known = [name for name in _RESTORED if name in found]
         fits = [cut for cut in cuts if all(getattr(cut, n) == found[n] for n in known)]

@@ -72,7 +72,7 @@ def _scored(rollout: Rollout, score: float | Advantages | None, *, all_rows: boo
         its |= {"advantage": score, "trained": trained}
     elif score is not None:
         its = {"advantage": float(score.mean()), "token_advantages": score, "trained": True}
-    scored = object.__new__(Rollout)
+    scored = object.__new__(type(rollout))
     vars(scored).update(vars(rollout), **its)
     return scored
 

@@ -51,7 +51,7 @@ def directory_here(path: str) -> Path | None:
     from huggingface_hub import snapshot_download
 
     try:
-        directory = Path(snapshot_download(path, allow_patterns=list(_PATTERNS), local_files_only=True))
+        directory = Path(snapshot_download(path, allow_patterns=[*_PATTERNS, WEIGHTS], local_files_only=True))
     except Exception:  # it is missing or incomplete
         return None
     return directory if any(directory.glob(WEIGHTS)) else None
@@ -169,7 +169,7 @@ def text_files(directory: Path) -> set[Path]:
     return {
         path
         for pattern in _PATTERNS
-        if pattern not in ("*.safetensors", "*.py")
+        if pattern != "*.py"
         for path in directory.glob(pattern)
         if not path.name.endswith(".index.json")
     }

@@ -71,7 +71,8 @@ def prepare(threads: int) -> None:
         # keep freed memory: the system would zero each returned page at its next use
         mallopt(_M_MMAP_THRESHOLD, LARGE)
         mallopt(_M_TRIM_THRESHOLD, KEPT_FREE)
-        mallopt(_M_ARENA_MAX, 1)  # what one thread frees serves the others
+        if "MALLOC_ARENA_MAX" not in os.environ:
+            mallopt(_M_ARENA_MAX, 1)  # what one thread frees serves the others
     _choose_float32_products()
     if threads > 1 and _of_library("GOMP_parallel") is not None and os.path.exists("/proc/self/schedstat"):
         threading.Thread(target=_shorten_spins, daemon=True).start()
@@ -130,7 +131,7 @@ def hold_threads(end: threading.Event) -> None:
 
 
 def return_freed_memory() -> None:
-    """Return freed memory to the system, including other threads' memory, which would stay unused."""
+    """Return freed memory to the system."""
     if (trim := _of_library("malloc_trim")) is not None:
         trim(0)
 

@@ -6,7 +6,7 @@
     make_tiny_model                          a language model of 90,000 parameters, in a directory
     demonstrations                           what ``solve`` says in turn, played with the environment
     play_rollouts, a_run                     rollouts, and the events of a run, with fakes
-    fake_run, results_of                    a training, and what a strategy measures
+    fake_run, results_of                     a training, and what a strategy measures
     check_canary, check_completions          compare an engine with weights, and completions with requests
     MemoryLoader                             a loader in memory, for tests of samplers
     make_offer                               what an installed plugin offers, by name

@@ -35,6 +35,7 @@ class Server(DecodingServer):
         self._max_rows = max_rows
         self._model: EngineModel | None = None
         self._decoder: Decoder | None = None
+        self._freed = cpu.FreedMemory()
 
     def load(self, weights: Weights) -> Iterator[None]:
         """Read the weights twice: once to verify all of them during decoding, once to apply them."""
@@ -58,7 +59,7 @@ class Server(DecodingServer):
         except WeightSyncError as error:
             raise RuntimeError(f"the weights have been written in part: {error}") from error
         self._model, self._decoder = model, decoder
-        cpu.return_freed_memory()  # holes of the old weights and of ended requests
+        self._freed.limit()
         self.positions = model.max_positions
         print(f"engine local: version {weights.version} in {time.perf_counter() - begin:.3f} s", flush=True)
 
