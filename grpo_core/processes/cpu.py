@@ -15,7 +15,7 @@ import torch
 from grpo_core.contracts.errors import ConfigError, one_line
 from grpo_core.processes import memory
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 FIRST_FOR_GPUS = "2.10"
 """First version of torch with all operations of a trainer on a GPU; 2.12 packs rows in one call."""
 LARGE = 96 << 20
@@ -71,8 +71,6 @@ def prepare(threads: int) -> None:
         # keep freed memory: the system would zero each returned page at its next use
         mallopt(_M_MMAP_THRESHOLD, LARGE)
         mallopt(_M_TRIM_THRESHOLD, KEPT_FREE)
-        if "MALLOC_ARENA_MAX" not in os.environ:
-            mallopt(_M_ARENA_MAX, 1)  # what one thread frees serves the others
     _choose_float32_products()
     if threads > 1 and _of_library("GOMP_parallel") is not None and os.path.exists("/proc/self/schedstat"):
         threading.Thread(target=_shorten_spins, daemon=True).start()
@@ -131,7 +129,7 @@ def hold_threads(end: threading.Event) -> None:
 
 
 def return_freed_memory() -> None:
-    """Return freed memory to the system."""
+    """Return freed memory to the system, including other threads' memory, which would stay unused."""
     if (trim := _of_library("malloc_trim")) is not None:
         trim(0)
 
