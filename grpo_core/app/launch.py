@@ -247,7 +247,7 @@ class Finished:
     buffer: BufferStatistics
     """The buffer in the checkpoint."""
     message: str
-    """What ended the run, and what continues it."""
+    """Tells the user what ended the run, and what continues it."""
     complete: bool
     """Whether the run ended completely."""
 
