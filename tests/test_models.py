@@ -89,10 +89,14 @@ def hub(tmp_path):
     server.server_close()
 
 
-def train_from(hub, tmp_path, **settings):
+TRAIN = ("train", *("--set", "model.path=someone/small", "--set", "trainer.steps=1"))
+VALIDATE = ("validate", "someone/small", "--set", "validation.prompts=2")
+
+
+def used_from(hub, tmp_path, command=TRAIN, **settings):
     address, asked, _ = hub
-    settings = {"model.path": "someone/small", "trainer.steps": 1, "validation.every": 0} | settings
-    command = [sys.executable, "-m", "grpo_core", "train", "--env", "math:sort"]
+    command = [sys.executable, "-m", "grpo_core", *command, "--env", "math:sort"]
+    settings = {"validation.every": 0} | settings if command is TRAIN else settings
     for name, value in settings.items():
         command += ["--set", f"{name.replace('__', '.')}={value}"]
     cache = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
@@ -110,17 +114,21 @@ def train_from(hub, tmp_path, **settings):
     ],
     ids=["positions", "template"],
 )
-def test_what_small_files_tell_is_refused_before_the_weights_are_downloaded(hub, tmp_path, settings, about):
+@pytest.mark.parametrize("command", [TRAIN, VALIDATE], ids=lambda command: command[0])
+def test_what_small_files_tell_is_refused_before_the_weights_are_downloaded(
+    hub, tmp_path, command, settings, about
+):
     (tmp_path / "broken.jinja").write_text("{% for %}")
-    done, files = train_from(hub, tmp_path, **settings)
+    done, files = used_from(hub, tmp_path, command, **settings)
     assert done.returncode
     assert about in done.stderr
     assert "config.json" in files
     assert "model.safetensors" not in files
 
 
-def test_a_model_of_the_hub_is_downloaded_and_trained(hub, tmp_path):
-    done, files = train_from(hub, tmp_path, rollout__max_tokens=4)
+@pytest.mark.parametrize("command", [TRAIN, VALIDATE], ids=lambda command: command[0])
+def test_a_model_of_the_hub_is_downloaded_and_used(hub, tmp_path, command):
+    done, files = used_from(hub, tmp_path, command, rollout__max_tokens=4)
     assert not done.returncode, done.stderr
     assert "model.safetensors" in files
 
@@ -128,12 +136,12 @@ def test_a_model_of_the_hub_is_downloaded_and_trained(hub, tmp_path):
 def test_a_download_without_all_of_its_weights_is_checked_before_it_continues(hub, tmp_path):
     _, asked, directory = hub
     (directory / "another.safetensors").write_bytes(bytes(100))
-    done, files = train_from(hub, tmp_path, rollout__max_tokens=4)
+    done, files = used_from(hub, tmp_path, rollout__max_tokens=4)
     assert "another.safetensors" in files, done.stderr
     (downloaded,) = (tmp_path / "cache").rglob("snapshots/*/another.safetensors")
     downloaded.unlink()
     asked.clear()
-    done, files = train_from(hub, tmp_path, rollout__max_tokens=100_000)
+    done, files = used_from(hub, tmp_path, rollout__max_tokens=100_000)
     assert "rollout.max_tokens is 100000" in done.stderr
     assert not [name for name in files if name.endswith(".safetensors")]
 

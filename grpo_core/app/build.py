@@ -39,7 +39,6 @@ from grpo_core.loop.metrics import validation_metrics
 from grpo_core.loop.pipeline import Pipeline, Validate, Watch, Written
 from grpo_core.loop.retention import Retention
 from grpo_core.loop.timeline import Timeline, recorded_by
-from grpo_core.models.files import size_of
 from grpo_core.processes.aio import gather
 from grpo_core.processes.child import memory
 from grpo_core.processes.memory import spare_the_collector
@@ -259,19 +258,14 @@ async def _connected(run: TrainingRun, tasks: Tasks) -> Pipeline:
     async def training() -> Mapping[str, Sequence[Prompt]]:
         return prompts
 
-    def fits(model: str) -> None:
-        making.check_lengths(with_max_tokens(config, 0).rollout, size_of(model, "max_position_embeddings"))
-        renderer = making.load_renderer(config.model, model, setup.engines.values())
-        for first in (prompt for part in prompts.values() for prompt in part[:1]):
-            renderer.prompt_ids(first.messages)
-
+    first = [prompt for part in prompts.values() for prompt in part[:1]]
     request = ModelRequest(
         directory=directory.model,
         prompts=training,
         environments=environments,
         seed=config.seed,
         status=status,
-        check=fits,
+        check=partial(making.check_small_files, config, setup.engines.values(), prompts=first),
     )
     model = await setup.model.start_model(request)
     early = model.prepare is None  # its files are here before the trainer has started

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from attrs import define, evolve, field
 
-from grpo_core.app.model_sources import StartModelSource
+from grpo_core.app.model_sources import StartModelSource, with_max_tokens
 from grpo_core.app.placement import Devices, Placement
 from grpo_core.config import Config, EngineConfig, ModelConfig, ScoreConfig, TrainerConfig, ValidationConfig
 from grpo_core.config.run import (
@@ -44,7 +44,7 @@ from grpo_core.loop.pipeline import Checks, Learning, ObserveAttempt, Playing, S
 from grpo_core.loop.rollout import LostBudget, SamplingParams
 from grpo_core.loop.rows import Clipped
 from grpo_core.loop.versions import Interval
-from grpo_core.models.files import chat_template
+from grpo_core.models.files import chat_template, size_of
 from grpo_core.plugins.configured import model_section
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.offers import Bound
@@ -642,6 +642,19 @@ def with_steps(trainer: TrainerConfig, sizes: Mapping[str, int]) -> TrainerConfi
         return trainer
     steps = math.ceil(trainer.epochs * sum(sizes.values()) / trainer.prompts_per_step)
     return evolve(trainer, steps=max(1, steps))
+
+
+def check_small_files(
+    config: Config, engines: Iterable[EngineConfig], model: str, prompts: Iterable[Prompt] = ()
+) -> None:
+    """Check a model that may still lack its weights: its positions, and its chat template with some prompts.
+
+    Raises ConfigError, ModelError.
+    """
+    check_lengths(with_max_tokens(config, 0).rollout, size_of(model, "max_position_embeddings"))
+    renderer = load_renderer(config.model, model, engines)
+    for prompt in prompts:
+        renderer.prompt_ids(prompt.messages)
 
 
 def check_lengths(config: RolloutConfig, positions: int) -> None:

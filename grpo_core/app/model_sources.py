@@ -234,7 +234,7 @@ class EvalTarget:
     name: str
     """The user's spelling."""
     model: Path | None
-    """Directory of the model; None: the model that training would start from."""
+    """Directory of the model; None: the model that training would start from, of ``model.path``."""
     adapters: Path | None = None
     """Directory of adapters that belong to the model."""
     version: int
@@ -280,8 +280,9 @@ def find_target(
     if not path.exists() and (beside or path.parent == RUNS):
         there = ", ".join(sorted(beside)) or "none"
         raise ConfigError(f"there is no run {target}.{did_you_mean(path.name, beside)} Runs there: {there}")
-    directory = local_directory(target)
-    return EvalTarget(name=target, model=Path(directory), version=0, table={"model": {"path": directory}})
+    check_path(target)
+    here = path if path.is_dir() else None  # a hub's is fetched when it is needed
+    return EvalTarget(name=target, model=here, version=0, table={"model": {"path": str(here or target)}})
 
 
 def without_overridden(

@@ -124,14 +124,15 @@ async def start_session(
     status: Callable[[str], None],
     *,
     sets: Sequence[str] = (),
-    look: Callable[[Tasks], Awaitable[None]] | None = None,
+    look: Callable[[Tasks], Awaitable[Sequence[Prompt]]] | None = None,
 ) -> AsyncIterator[Session]:
     """Start the environments of all tasks, and an engine with the target's weights.
 
     Args:
         status: is called with messages to the user.
         sets: names of validation sets whose environments start as well.
-        look: is called after the start of the environments, before the engine's.
+        look: is called after the start of the environments, before the engine's; returns prompts to check the
+            chat template with.
 
     Raises GrpoError if one of them cannot be started.
     """
@@ -144,8 +145,7 @@ async def start_session(
             Tasks.start(setup.config, setup.plugins, setup.placement, sets=sets)
         )
         stack.push_async_callback(setup.aclose)
-        if look is not None:
-            await look(tasks)
+        first = await look(tasks) if look is not None else ()
         engine: Engine
         renderer: protocols.Renderer
         if setup.text_engine:
@@ -156,7 +156,7 @@ async def start_session(
             engine = PlayingText(hosted, renderer)
             stack.push_async_callback(engine.aclose)
         else:
-            engine, renderer = await _start_engine(setup, target, tasks, stack, status)
+            engine, renderer = await _start_engine(setup, target, tasks, first, stack, status)
         yield Session(
             config=setup.config,
             engine=engine,
@@ -170,6 +170,7 @@ async def _start_engine(
     setup: RunSetup,
     target: model_sources.EvalTarget,
     tasks: Tasks,
+    first: Sequence[Prompt],
     stack: contextlib.AsyncExitStack,
     status: Callable[[str], None],
 ) -> tuple[Engine, protocols.Renderer]:
@@ -190,6 +191,7 @@ async def _start_engine(
             environments=tasks.environments,
             seed=config.seed,
             status=lambda message, part=None: status(message),
+            check=partial(making.check_small_files, config, setup.engines.values(), prompts=first),
         )
         start = await setup.model.start_model(request)
         if (make := start.prepare) is not None:
@@ -286,13 +288,14 @@ class ValidationRun:
         sets = [name for name in config.validation.sets if name in only or not only]
         found: Sequence[HeldOut] = ()
 
-        async def look(tasks: Tasks) -> None:
+        async def look(tasks: Tasks) -> Sequence[Prompt]:
             nonlocal found
             wanted = [name for name in config.tasks if name in only or not only]
             found = await tasks.held_out(config.validation, sets, wanted)
             if wanted and (empty := [name for name, own in found[0].prompts.items() if not own]):
                 said = ", ".join(map(repr, empty))
                 raise ConfigError(f"task {said}: there are no prompts for validation")
+            return [prompt for part in found for own in part.prompts.values() for prompt in own[:1]]
 
         async with start_session(setup, self.target, status, sets=sets, look=look) as session:
             renderer = session.renderer
@@ -359,7 +362,8 @@ def prepare(
         in_run = Path(target, "validated", now) if target and Path(target, CONFIG).is_file() else None
         of_model = model_sources.RUNS / f"{'+'.join(config.tasks or config.validation.sets)}-validated-{now}"
         output = unused(in_run or of_model)
-    if only and chosen.model is not None:  # or the model may be made from the prompts of all tasks
+    made = chosen.model is None and setup.plugins.offers("model", config.model.path)
+    if only and not made:  # it may be made from the prompts of all tasks
         needed = {*only, *(one.task for name, one in config.validation.sets.items() if name in only)}
         tasks_of = {name: one for name, one in config.tasks.items() if name in needed}
         setup.config = evolve(config, tasks=tasks_of)

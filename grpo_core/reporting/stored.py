@@ -111,8 +111,8 @@ def stored_rollouts(run: Path | str, step: int, *, validation: bool = False) -> 
     return groups_in(found)
 
 
-def groups_in(file: Path) -> list[Group]:
-    """Read a file of texts, and the file of tokens next to it if there is one.
+def groups_in(file: Path, *, tokens: bool = True) -> list[Group]:
+    """Read a file of texts, and with ``tokens`` the file of them next to it if there is one.
 
     Raises ConfigError if they are not there, or are damaged.
     """
@@ -120,7 +120,7 @@ def groups_in(file: Path) -> list[Group]:
         lines = _lines(file)
         ending = next((end for end in TEXTS if file.name.endswith(end)), "")
         path = Path(f"{str(file).removesuffix(ending)}{TOKENS}")
-        arrays = _loaded(path) if path.is_file() else None
+        arrays = _loaded(path) if tokens and path.is_file() else None
         segments = segments_of(arrays, len(lines)) if arrays else [[] for _ in lines]
         by_token: dict[int, NDArray[np.float64]] = {}
         if arrays:

@@ -177,7 +177,7 @@ def _prompts(stored: Stored) -> dict[str, dict[str, Prompt]]:
     """Return the prompts of all files, by task and id."""
     wanted: dict[str, dict[str, Prompt]] = {}
     for file in stored.files.values():
-        for prompt in (group.prompt for group in groups_in(file)):
+        for prompt in (group.prompt for group in groups_in(file, tokens=False)):
             wanted.setdefault(prompt.environment, {}).setdefault(prompt.id, prompt)
     if not wanted:
         raise ConfigError(f"{stored.target}: holds no rollouts")
@@ -277,7 +277,7 @@ async def _judge_all(
             with (directory / "rollouts.jsonl").open("w", encoding="utf-8") as file:
                 for step, path in stored.files.items():
                     status.update(f"judging the rollouts of step {step:,} ({len(stored.files):,} files)")
-                    groups = list(enumerate(groups_in(path)))
+                    groups = list(enumerate(groups_in(path, tokens=False)))
                     today = [(index, now) for index, group in groups if (now := known.of(group))]
                     found = await judge(today, started.environments)
                     _take(step, found, differences, file)
