@@ -15,14 +15,14 @@ def token_budget(config: TrainerConfig, vocabulary: int, device: torch.device) -
     """Return the largest number of tokens of a micro-batch, padding included.
 
     On a CPU it is small enough that the head keeps its probabilities for the backward pass, up to a
-    vocabulary of 65,536 (a fifth of the work), in half of ``KEEP_BYTES`` if it can, so that activations stay
-    small; products of fewer than 1024 tokens would be inefficient.
+    vocabulary of 131,072 (a fifth of the work), in a quarter of ``KEEP_BYTES`` if it can, so that activations
+    stay small; products of fewer than 512 tokens would be inefficient.
     """
     chosen = config.tokens_per_microbatch or FIRST
     if device.type != "cpu":
         return chosen
-    kept = KEEP_BYTES // 2 // (torch.float32.itemsize * vocabulary)
-    return min(chosen, max(1024, kept))
+    kept = KEEP_BYTES // 4 // (torch.float32.itemsize * vocabulary)
+    return min(chosen, max(512, kept))
 
 
 def fitting(*, tokens: int, nbytes: int, free: int) -> int:
