@@ -112,7 +112,7 @@ def _server(kind: str) -> str:
 
 def shared() -> str:
     """Start all processes that fork, which import nothing yet, for those who ``share`` their folder."""
-    for kind in KINDS:
+    for kind in KINDS if sys.platform == "linux" else ():
         _server(kind)
     return _folder()
 
