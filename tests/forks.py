@@ -96,6 +96,8 @@ def _folder() -> str:
 def _server(kind: str) -> str:
     """Start the process that forks; it ends with its standard input.  Returns the path of its socket."""
     (variables, modules), path = KINDS[kind], _folder() + kind
+    if os.path.exists(path):
+        return path
     plugins = [entry.module for entry in metadata.entry_points(group="grpo_core") if not variables]
     command = [sys.executable, __file__, path, *modules, *plugins]
     environ = {**_INHERITED, **variables}
@@ -108,16 +110,30 @@ def _server(kind: str) -> str:
     return path
 
 
+def shared() -> str:
+    """Start all processes that fork, which import nothing yet, for those who ``share`` their folder."""
+    for kind in KINDS if sys.platform == "linux" else ():
+        _server(kind)
+    return _folder()
+
+
+def share(folder: str) -> None:
+    """Take forks of the processes that another one has started, with the same variables."""
+    global _folder
+    _folder = functools.partial(str, folder)
+
+
 def grpo(
-    cwd: Path | str, *arguments: object, timeout: float = 120, **environ: str
+    cwd: Path | str, *arguments: object, kind: str = "command", timeout: float = 120, **environ: str
 ) -> subprocess.CompletedProcess[str]:
     """Run ``grpo-core`` to its end, or kill it after so many seconds."""
     code = "sys.modules['grpo_core.__main__'].main()"
     if sys.platform == "linux":
-        for kind in ("environment", "model"):
-            _server(kind)
+        for child in ("environment", "model"):
+            _server(child)
         code = f"sys.path[:1] = [{os.path.dirname(GRPO)!r}]; install({_folder()!r}.__add__); {code}"
-    return run("command", code, [GRPO, *map(str, arguments)], cwd, {**os.environ, **environ}, timeout)
+    environ = {**os.environ, **KINDS[kind][0], **environ}
+    return run(kind, code, [GRPO, *map(str, arguments)], cwd, environ, timeout)
 
 
 def run(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import hashlib
 import json
 import os
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
+import forks
 import pytest
 import torch
 import transformers
@@ -52,10 +53,10 @@ def test_a_hub_id_that_cannot_be_had(monkeypatch):
         local_directory("no-one/nothing")
 
 
-@pytest.fixture
-def hub(tmp_path):
-    """Serves the model "someone/small"; yields its address, the paths of all requests, and its directory."""
-    directory, sha, asked = make_test_model(tmp_path / "model"), "a" * 40, []
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """Serves a model under any name of "someone"; yields a kind of forks that ask it, and all requests."""
+    directory, sha, asked = sharded(tmp_path_factory.mktemp("model")), "a" * 40, []
 
     class Hub(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -68,7 +69,7 @@ def hub(tmp_path):
                     [{"type": "file", "path": f.name, "oid": f.name, "size": f.stat().st_size} for f in files]
                 ).encode()
             else:
-                body = json.dumps({"id": "someone/small", "sha": sha}).encode()
+                body = json.dumps({"id": self.path.partition("/models/")[2], "sha": sha}).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.send_header("X-Repo-Commit", sha)
@@ -82,28 +83,28 @@ def hub(tmp_path):
         def log_message(self, *args):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", asked, directory
-    server.shutdown()
-    server.server_close()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        kind, cache = f"hub of {os.getpid()}", str(tmp_path_factory.mktemp("cache"))
+        variables = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": cache}
+        forks.KINDS[kind] = {**variables, "HF_HUB_OFFLINE": "0"}, forks.KINDS["command"][1]
+        yield kind, asked
+        server.shutdown()
 
 
-TRAIN = ("train", *("--set", "model.path=someone/small", "--set", "trainer.steps=1"))
-VALIDATE = ("validate", "someone/small", "--set", "validation.prompts=2")
+TRAIN = ("train", "--set", "trainer.steps=1", "--set", "validation.every=0", "--model")
+VALIDATE = ("validate", "--set", "validation.prompts=2")
 
 
 def used_from(hub, tmp_path, command=TRAIN, **settings):
-    address, asked, _ = hub
-    command = [sys.executable, "-m", "grpo_core", *command, "--env", "math:sort"]
-    settings = {"validation.every": 0} | settings if command is TRAIN else settings
-    for name, value in settings.items():
-        command += ["--set", f"{name.replace('__', '.')}={value}"]
-    cache = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, **cache}, capture_output=True, text=True, check=False
-    )
-    return done, [path.rpartition("/")[2] for path in asked if "/resolve/" in path]
+    """Run a command with a model that only this test uses; returns its end, and the files asked for."""
+    (kind, asked), model = hub, f"someone/{tmp_path.name}"
+    given = [
+        word for key, value in settings.items() for word in ("--set", f"{key.replace('__', '.')}={value}")
+    ]
+    asked.clear()
+    done = forks.grpo(tmp_path, *command, model, "--env", "math:sort", *given, kind=kind)
+    return done, [path.rpartition("/")[2] for path in asked if f"/{model}/resolve/" in path]
 
 
 @pytest.mark.parametrize(
@@ -123,24 +124,23 @@ def test_what_small_files_tell_is_refused_before_the_weights_are_downloaded(
     assert done.returncode
     assert about in done.stderr
     assert "config.json" in files
-    assert "model.safetensors" not in files
+    assert not [name for name in files if name.endswith(".safetensors")]
 
 
-@pytest.mark.parametrize("command", [TRAIN, VALIDATE], ids=lambda command: command[0])
-def test_a_model_of_the_hub_is_downloaded_and_used(hub, tmp_path, command):
-    done, files = used_from(hub, tmp_path, command, rollout__max_tokens=4)
+def test_a_model_of_the_hub_is_downloaded_and_validated(hub, tmp_path):
+    done, files = used_from(hub, tmp_path, VALIDATE, rollout__max_tokens=4)
     assert not done.returncode, done.stderr
-    assert "model.safetensors" in files
+    assert len([name for name in files if name.endswith(".safetensors")]) > 1
 
 
-def test_a_download_without_all_of_its_weights_is_checked_before_it_continues(hub, tmp_path):
-    _, asked, directory = hub
-    (directory / "another.safetensors").write_bytes(bytes(100))
+def test_a_model_is_downloaded_and_trained_and_checked_before_a_weight_that_was_lost_is_downloaded(
+    hub, tmp_path
+):
     done, files = used_from(hub, tmp_path, rollout__max_tokens=4)
-    assert "another.safetensors" in files, done.stderr
-    (downloaded,) = (tmp_path / "cache").rglob("snapshots/*/another.safetensors")
+    assert not done.returncode, done.stderr
+    lost = next(name for name in files if name.endswith(".safetensors"))
+    (downloaded,) = Path(forks.KINDS[hub[0]][0]["HF_HOME"]).rglob(f"*{tmp_path.name}/snapshots/*/{lost}")
     downloaded.unlink()
-    asked.clear()
     done, files = used_from(hub, tmp_path, rollout__max_tokens=100_000)
     assert "rollout.max_tokens is 100000" in done.stderr
     assert not [name for name in files if name.endswith(".safetensors")]
@@ -197,16 +197,24 @@ def test_attention_keeps_its_soft_caps():
         torch.testing.assert_close(chosen(ids).logits, plain(ids).logits, atol=1e-4, rtol=1e-4)
 
 
+def sharded(path):
+    """Make a model whose weights are in several files."""
+    directory = make_test_model(path, width=16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    (directory / "model.safetensors").unlink()
+    model.save_pretrained(directory, max_shard_size="5KB")
+    assert len(list(directory.glob("*.safetensors"))) > 1
+    return directory
+
+
 @pytest.fixture(params=["one file", "shards"])
 def two_formats(request, tmp_path):
     """A model whose directory holds its weights a second time under Mistral's names, and its shapes."""
-    directory = make_test_model(tmp_path, width=16)
-    shapes = {name: tuple(t.shape) for name, t in load_file(directory / "model.safetensors").items()}
-    if request.param == "shards":
-        model = transformers.AutoModelForCausalLM.from_pretrained(directory)
-        (directory / "model.safetensors").unlink()
-        model.save_pretrained(directory, max_shard_size="5KB")
-        assert len(list(directory.glob("*.safetensors"))) > 1
+    directory = (sharded if request.param == "shards" else functools.partial(make_test_model, width=16))(
+        tmp_path
+    )
+    paths = sorted(directory.glob("*.safetensors"))
+    shapes = {name: tuple(tensor.shape) for path in paths for name, tensor in load_file(path).items()}
     save_file({"layers.0.attention.wq.weight": torch.zeros(8, 8)}, directory / "consolidated.safetensors")
     return directory, shapes
 

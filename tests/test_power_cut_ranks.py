@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import random
+import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -79,18 +81,6 @@ async def save(disk: FaultyDisk, parent: Path, step: int, files: Files, chance: 
     await finish()
 
 
-def live(root: Path, written: Mapping[tuple[int, int], Files], **faults: Any) -> tuple[FaultyDisk, list[int]]:
-    """Save all steps; returns the disk and the steps whose checkpoints were complete before its death."""
-    disk, saved = Direct(root, **faults), []
-    try:
-        for step, ranks in LIFE:
-            asyncio.run(save(disk, root / "checkpoints", step, written[step, ranks], random.Random(step)))
-            saved.append(step)
-    except Dead:
-        pass
-    return disk, saved
-
-
 def check(root: Path, whole: Mapping[int, Sequence[Any]], saved: Sequence[int]) -> None:
     """The newest has all parts of one version, as those who read it see them."""
     found = checkpoint.newest(root / "checkpoints")
@@ -116,21 +106,25 @@ def same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) ->
 def test_parts_of_ranks_are_never_mixed_by_a_kill_or_a_power_cut_at_any_operation(
     tmp_path: Path, written: dict[tuple[int, int], Files]
 ) -> None:
-    whole = {}
-    disk = Direct(tmp_path / "counted")
+    """Each save is begun on copies of the disk that the saves before it have left."""
+    disk, saved, whole = Direct(tmp_path / "whole"), [], {}
     for step, ranks in LIFE:
-        asyncio.run(save(disk, disk.root / "checkpoints", step, written[step, ranks], random.Random(0)))
+        files, before = written[step, ranks], copy.deepcopy(disk)
+        copied = shutil.copytree(disk.root, tmp_path / f"before {step} of {ranks}")
+        asyncio.run(save(disk, disk.root / "checkpoints", step, files, random.Random(step)))
         directory = disk.root / "checkpoints" / f"step-{step:06d}"
         state = {name: t for name, t in read_state(directory / "optimizer") if name != "rng/1"}
         whole[step] = dict(load_tensors(directory / "trainer")), state
+        for at in range(1, disk.operations - before.operations + 1):
+            root = shutil.copytree(copied, tmp_path / f"{step} of {ranks} until {at}")
+            dying = Direct(root, before=copy.deepcopy(before), dies_at=at)
+            with pytest.raises(Dead):
+                asyncio.run(save(dying, root / "checkpoints", step, files, random.Random(step)))
+            check(root, whole, saved)
+            dying.cut_power(random.Random(at))
+            check(root, whole, saved)
+        saved.append(step)
     assert disk.operations > 100
-    for at in range(1, disk.operations + 1):
-        root = tmp_path / str(at)
-        disk, saved = live(root, written, dies_at=at)
-        assert disk.dead
-        check(root, whole, saved)
-        disk.cut_power(random.Random(at))
-        check(root, whole, saved)
 
 
 @pytest.mark.nightly

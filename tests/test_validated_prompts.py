@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import forks
@@ -18,6 +17,7 @@ from grpo_core.contracts.records import Prompt, RunInfo
 from grpo_core.plugins.host import PluginHost
 from grpo_core.reporting.terminal import TerminalTracker
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer
+from grpo_core.testing import run as on_virtual_time
 from grpo_core.validation.results import as_line, table
 from grpo_core.validation.runner import HeldOut
 from grpo_plugin_report.curves import tasks_of
@@ -63,7 +63,7 @@ def measured(held_out, versions):
             results.append(await validation(version))
         return results, [[group.prompt.id for group in event.groups] for event in played if event.groups]
 
-    return asyncio.run(story())
+    return on_virtual_time(story())
 
 
 def test_the_choice_is_the_same_at_each_version_and_the_results_say_of_how_many():

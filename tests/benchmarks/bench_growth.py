@@ -108,7 +108,7 @@ print(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3)
 def cost(command: str, run: Path, steps: int) -> tuple[float, float]:
     """Return the CPU seconds and the peak memory, in MB, of one command in a separate process.
 
-    Of several processes, since caches and clocks of a machine change, the fewest count; only the first resumes.
+    Of several processes, since caches and clocks change, the fewest count; only the first resumes.
     """
     number = 1 if command == "resume" else PROCESSES
     arguments = [sys.executable, "-c", PROGRAM, command, str(run), str(steps - EVERY)]

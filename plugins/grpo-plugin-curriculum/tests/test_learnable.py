@@ -22,7 +22,7 @@ def group(task, *rewards):
 @pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"memory": 0.0}, {"floor": 1.0}, {"weights": {"a": 0}}])
 def test_it_keeps_the_contract(options):
-    check_sampler(lambda: Learnable(**options))
+    check_sampler(lambda: Learnable(**options), examples=60)
 
 
 def test_an_unscored_rollout_is_not_a_failure():

@@ -164,7 +164,7 @@ def test_a_group_that_is_heard_of_twice_counts_once() -> None:
 
 @pytest.mark.long
 def test_it_keeps_the_contract_of_samplers() -> None:
-    check_sampler(lambda: LearnablePrompts(seed=3), tasks={"a": 7, "b": 30})
+    check_sampler(lambda: LearnablePrompts(seed=3), tasks={"a": 7, "b": 30}, examples=60)
 
 
 @pytest.mark.parametrize("cut", [1, 17, 55])

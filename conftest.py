@@ -8,6 +8,7 @@ Choose one with ``--hypothesis-profile=nightly`` or ``HYPOTHESIS_PROFILE=nightly
 import contextlib
 import os
 import re
+from unittest import mock
 
 import forks
 import pytest
@@ -29,6 +30,17 @@ settings.register_profile("nightly", max_examples=500, deadline=None, print_blob
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
+def pytest_configure(config):
+    if hasattr(config, "workerinput"):
+        forks.share(config.workerinput["forks"])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """All workers take their forks of the processes that this one starts."""
+    node.workerinput["forks"] = forks.shared()
+
+
 def pytest_collection_finish():
     """A million objects of tests and libraries stay: no test looks at them again."""
     spare_the_collector()
@@ -41,8 +53,11 @@ STARTED_ANEW = {"test_api", "test_engine_local", "test_environments", "test_proc
 
 @pytest.fixture(scope="module", autouse=True)
 def forked_children(request):
-    """Let children of this process be forks, as those of commands are, in all other files."""
-    with contextlib.ExitStack() as stack:
+    """Let children of this process be forks, as those of commands are, in all other files.
+
+    A variable that a file leaves would have the forks of all later files started anew.
+    """
+    with contextlib.ExitStack() as stack, mock.patch.dict(os.environ):
         if request.path.stem not in STARTED_ANEW:
             stack.callback(forks.install())
         yield
@@ -78,5 +93,5 @@ def pytest_runtest_logreport(report):
 def pytest_sessionfinish(session):
     """Fail if a test was skipped for another reason, where ``.ci/run`` has installed what tests need."""
     if _unlisted and os.environ.get("GRPO_SKIPS") == "listed" and not hasattr(session.config, "workerinput"):
-        print("\nskipped for reasons that tests/conftest.py does not list:", *sorted(_unlisted), sep="\n")
+        print("\nskipped for reasons that conftest.py does not list:", *sorted(_unlisted), sep="\n")
         session.exitstatus = 1
