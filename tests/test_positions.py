@@ -222,6 +222,27 @@ def test_rows_that_have_changed_are_refused_with_row_field_and_both_texts(cut, f
     assert raised.value.exit_status == 2
 
 
+@pytest.mark.parametrize("kind", [Rows, LostBuffer, Changed])
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_proof_may_be_given_up_or_begin_when_a_run_is_resumed(kind, exact):
+    async def story():
+        loader = stream(kind, exact=exact)
+        await drawn(loader, 40)
+        await loader.first(9)
+        ids, last = [], loader
+        for takes in (3, 1, 40, 36):
+            other = stream(Rows if kind is Changed and exact else kind, exact=not exact)
+            other.load_state_dict(through_files(last.state_dict()))
+            ids += await drawn(other, takes)
+            await other.first(2)
+            last = other
+        return await drawn(loader, 80), ids
+
+    expected, found = asyncio.run(story())
+    if kind is not LostBuffer:
+        assert found == expected
+
+
 def test_fewer_rows_than_before_are_refused():
     async def story():
         loader = stream(lambda: Rows(50))

@@ -12,17 +12,17 @@ import re
 import sys
 import warnings
 from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
-from attrs import evolve, fields_dict, frozen
+from attrs import asdict, evolve, fields_dict, frozen
 
 from grpo_core.config import RowOptions, structured
 from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.contracts.records import Message, Prompt
 from grpo_core.contracts.unicode import lone_surrogate, unreadable
-from grpo_core.data.files import is_file, is_null
+from grpo_core.data.files import Ranges, is_file, is_null
 from grpo_core.data.positions import columns_of
 from grpo_core.data.prompts import digest, exact_digest, size
 from grpo_core.data.workers import prepare_workers
@@ -74,8 +74,13 @@ class RowReader:
         if options.template:
             text = self._filled("template", options.template, columns, place)
             messages = self._messages(text, "template", place)
-        elif (field := self._field(columns, place)) is not None:
+        elif (field := self._prompt_field(columns)) is not None:
             messages = self._messages(columns[field], field, place)
+        elif options.prompt:
+            raise ConfigError(
+                f"{self._place(place)}: no row has {options.prompt!r}, which data_options.prompt names; "
+                f"columns: {', '.join(map(str, columns))}"
+            )
         else:
             messages = None
         if options.answer_template:
@@ -102,20 +107,15 @@ class RowReader:
                 f"{self._place(place)}: has no field {' or '.join(map(repr, PROMPT_FIELDS))}, only "
                 f"{columns}; data_options.prompt names the field of the prompt"
             )
-        if isinstance(row, Prompt):
-            info = row.info
-        else:
-            used = {self.options.answer, self.options.id, self._prompt_field(row)}
-            info = {
-                name: value
-                for name, value in ({} if isinstance(row, str) else row).items()
-                if name not in used and not is_null(value)
-            }
         id, messages = fields["id"], fields["prompt"]
         if surrogate := lone_surrogate([id, messages]):
             raise ConfigError(f"{self._place(place)}: prompt {id!r} {unreadable(surrogate)}")
-        made = Prompt(messages=messages, answer=fields["answer"], id=id, environment=self.task, info=info)
-        return evolve(made, hint=row.hint) if isinstance(row, Prompt) else made
+        if isinstance(row, Prompt):
+            return evolve(row, messages=messages, id=id, environment=self.task)
+        used = {self.options.answer, self.options.id, self._prompt_field(row)}
+        columns = {} if isinstance(row, str) else row
+        info = {name: each for name, each in columns.items() if name not in used and not is_null(each)}
+        return Prompt(messages=messages, answer=fields["answer"], id=id, environment=self.task, info=info)
 
     def check_named(self, rows: Sequence[Any]) -> None:
         """Raise ConfigError if a field that the options name is in none of these rows.
@@ -155,16 +155,6 @@ class RowReader:
         wanted = (self.options.prompt,) if self.options.prompt else PROMPT_FIELDS
         there = [name for name in wanted if name in columns] if isinstance(columns, Mapping) else []
         return next((name for name in there if not is_null(columns[name])), there[0] if there else None)
-
-    def _field(self, columns: Mapping[str, Any], place: int) -> str | None:
-        """Return the field of the prompt.  Raises ConfigError if the options name one that is not there."""
-        field = self._prompt_field(columns)
-        if field is None and (named := self.options.prompt):
-            raise ConfigError(
-                f"{self._place(place)}: no row has {named!r}, which data_options.prompt names; columns: "
-                f"{', '.join(map(str, columns))}"
-            )
-        return field
 
     def _messages(self, given: Any, field: str, place: int) -> tuple[Message, ...]:
         """Return the messages of a prompt's field.  Raises ConfigError if it is not a prompt."""
@@ -212,13 +202,7 @@ def missing(value: Any) -> bool:
 
 def plain(prompt: Prompt) -> dict[str, Any]:
     """Convert a prompt to values that a checkpoint can hold."""
-    return {
-        "id": prompt.id,
-        "messages": list(prompt.messages),
-        "answer": prompt.answer,
-        "info": dict(prompt.info),
-        "hint": prompt.hint,
-    }
+    return {**asdict(prompt, recurse=False), "messages": list(prompt.messages), "info": dict(prompt.info)}
 
 
 # ---------------------------------------------------------------------------------- dataloaders
@@ -231,18 +215,23 @@ def is_sized(rows: Any) -> bool:
 
 def is_at_hand(rows: Any) -> bool:
     """Return whether all rows can be read before a run begins: a list, or the rows of a file."""
-    return isinstance(rows, list | tuple) or bool(getattr(rows, "read_at_start", False))
+    return isinstance(rows, list | tuple | Ranges)
 
 
-def readable(given: Any, who: str, *, exact: bool = True) -> Any:
-    """Return rows that are read by index, or an iterable.  Raises PluginError for anything else.
+def readable(make: Callable[[], Any], who: str, *, exact: bool = True) -> Any:
+    """Make a dataloader; return rows that are read by index, an iterable, or None if it is None.
 
     Args:
-        given: a plugin's dataloader.
+        make: makes a plugin's dataloader.
         who: the dataloader, for messages.
         exact: whether its position has to be saved.
+
+    Raises PluginError for anything else.
     """
-    ignore_warnings_of_torchdata()
+    # torchdata itself makes a call of torch that warns
+    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+    if (given := make()) is None:
+        return None
     if is_of(given, "torch.utils.data", "IterableDataset"):
         from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -288,11 +277,6 @@ def _needs_arguments(method: Any) -> bool:
         each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
         for each in signature.parameters.values()
     )
-
-
-def ignore_warnings_of_torchdata() -> None:
-    """Ignore the warning of a call of torch that torchdata makes itself."""
-    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
 
 
 def as_it_is(rows: Any) -> Any:
@@ -380,8 +364,8 @@ def known_of(prompts: Sequence[Prompt]) -> int:
     return prompts.known if isinstance(prompts, SomePrompts) else len(prompts)
 
 
-class ReadRows(Sequence[Prompt]):
-    """Rows that are read before the run begins, as prompts.
+class ReadRows(Sequence[Any]):
+    """Rows that are read before the run begins, as prompts; as they are if the environment makes these.
 
     Args:
         rows: the rows.
@@ -410,22 +394,13 @@ class ReadRows(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self.places)
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+    def __getitem__(self, index: Any) -> Any:
         places = self.places[index]
-        return self._prompt(places) if isinstance(places, int) else [self._prompt(place) for place in places]
+        return self._one(places) if isinstance(places, int) else [self._one(place) for place in places]
 
-    def _prompt(self, place: int) -> Prompt:
+    def _one(self, place: int) -> Any:
         row = self._rows[place]
-        return self._reader.prompt(row, self._reader.fields(row, place), place)
-
-    @property
-    def raw(self) -> RawRows:
-        """The rows as the dataloader gave them."""
-        return RawRows(self._rows, self.places, self.fingerprint)
+        return row if self._converts else self._reader.prompt(row, self._reader.fields(row, place), place)
 
     def open(self) -> None:
         """Read every row; further calls do nothing."""
@@ -487,20 +462,3 @@ class ReadRows(Sequence[Prompt]):
         self.sizes = array("I", (self.sizes[nth] for nth in left))
         known = f"{self.fingerprint} without {sorted(indices)}"
         self.fingerprint = hashlib.sha256(known.encode()).hexdigest()[:16]
-
-
-class RawRows(Sequence[Any]):
-    """Rows as the dataloader gave them, of those that are kept."""
-
-    def __init__(self, rows: Sequence[Any], places: Sequence[int], fingerprint: str) -> None:
-        self._rows, self.places, self.fingerprint = rows, places, fingerprint
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, index: Any) -> Any:
-        places = self.places[index]
-        return self._rows[places] if isinstance(places, int) else [self._rows[place] for place in places]
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self._rows[place] for place in self.places)
