@@ -328,9 +328,7 @@ class Source:
 
     async def _read(self, rows: Sequence[Any]) -> ReadRows:
         reader = RowReader(self.task, self.who, self.options)
-        read = ReadRows(rows, reader, converts=self.convert is not None)
-        await asyncio.to_thread(read.open)
-        return read
+        return await asyncio.to_thread(ReadRows, rows, reader, converts=self.convert is not None)
 
 
 def choices(name: str, task: TaskConfig, host: PluginHost) -> tuple[DataChoice | None, DataChoice | None]:

@@ -260,7 +260,7 @@ class Table:
     def __init__(self, schema: Any, part: Callable[[int, int], Any], rows: int, who: str) -> None:
         self._part, self._rows, self._who = part, rows, who
         exact = {name: _exact(type) for name, type in zip(schema.names, schema.types, strict=True)}
-        self._exact = {name: convert for name, convert in exact.items() if convert is not None}
+        self._exact = {name: convert for name, convert in exact.items() if convert is not _same}
 
     def __len__(self) -> int:
         return self._rows
@@ -287,8 +287,8 @@ class Table:
         return [{column: without_nulls(value) for column, value in row.items()} for row in rows]
 
 
-def _exact(type: Any) -> Convert | None:
-    """Return what makes the values of a type exact; None if they are."""
+def _exact(type: Any) -> Convert:
+    """Return what makes the values of a type exact; ``_same`` if they are."""
     import pyarrow.types as kinds
 
     if kinds.is_binary(type) or kinds.is_large_binary(type) or kinds.is_binary_view(type):
@@ -301,22 +301,17 @@ def _exact(type: Any) -> Convert | None:
     if kinds.is_dictionary(type) or kinds.is_run_end_encoded(type):
         return _exact(type.value_type)
     if kinds.is_map(type):
-        key, item = _exact(type.key_type) or _same, _exact(type.item_type) or _same
-        return None if key is item is _same else _of_objects(lambda name: (key(name), item))
+        key, item = _exact(type.key_type), _exact(type.item_type)
+        return _same if key is item is _same else _of_objects(lambda name: (key(name), item))
     if kinds.is_struct(type):
-        fields = {field.name: _exact(field.type) or _same for field in type}
-        return _of_objects(lambda name: (name, fields[name])) if {*fields.values()} - {_same} else None
+        fields = {field.name: _exact(field.type) for field in type}
+        return _of_objects(lambda name: (name, fields[name])) if {*fields.values()} - {_same} else _same
     if hasattr(type, "value_type"):  # lists of all kinds
-        return _of_lists(_exact(type.value_type))
+        each = _exact(type.value_type)
+        return _same if each is _same else lambda items: [one if one is None else each(one) for one in items]
     if hasattr(type, "storage_type") and type.extension_name != "arrow.uuid":  # of which pyarrow makes UUIDs
         return _exact(type.storage_type)
-    return None
-
-
-def _of_lists(item: Convert | None) -> Convert | None:
-    if item is None:
-        return None
-    return lambda items: [each if each is None else item(each) for each in items]
+    return _same
 
 
 def _of_objects(field: Callable[[Any], tuple[Any, Convert]]) -> Convert:

@@ -363,7 +363,7 @@ class LookAhead:
             "dataloader": self.name,
             "rows": self.rows,
             "unfinished": {str(slot): plain(prompt) for slot, prompt in unfinished.items()},
-            "position": self.position(),
+            "position": self._position(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -383,20 +383,20 @@ class LookAhead:
         self._ids = Ids(self.who)  # rows that were read before are read again
         self._resumed = True
         try:
-            self.restore(state["position"])
+            self._restore(state["position"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{self.who}: its position in the checkpoint is of another kind of dataloader or version "
                 f"({describe(error)}); resume with what the run was started with, or start a new run"
             ) from error
 
-    def position(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, Any]:
         """Return the state before the last rows that were taken, and their fingerprints."""
         mark = self._since[0][1] if self._since else Mark(self.rows, 0, 0)
         since = [each for each, _ in self._since[: self.rows - mark.row]]
         return {"mark": asdict(mark, recurse=False), "since": since}
 
-    def restore(self, position: Mapping[str, Any]) -> None:
+    def _restore(self, position: Mapping[str, Any]) -> None:
         """Set what ``prove`` continues from."""
         mark = Mark(**position["mark"])
         self._since = [(each, mark) for each in position["since"]]
@@ -492,21 +492,21 @@ class StreamLoader(LookAhead):
             self._said = now
             self.status(f"{self.who}: counting its rows: {read:,} of {wanted:,}")
 
-    def position(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, Any]:
         if self._since and self.rows >= self._since[0][1].row:
-            return {**super().position(), "without": sorted(self.without)}
+            return {**super()._position(), "without": sorted(self.without)}
         behind = self._behind
         ahead = [[number, plain(prompt)] for number, prompt in self._ahead if number < behind.row]
         return {"ahead": ahead, "behind": asdict(behind, recurse=False)}
 
-    def restore(self, position: Mapping[str, Any]) -> None:
+    def _restore(self, position: Mapping[str, Any]) -> None:
         self._stream, self._newest = Stream(self._make, self.who, exact=self.exact), None
         if "behind" in position:
             self._behind = Mark(**position["behind"])
             self._ahead.extend((number, Prompt(**given)) for number, given in position["ahead"])
         else:
             self.without = set(position["without"])
-            super().restore(position)
+            super()._restore(position)
 
 
 class IndexedLoader(LookAhead):
@@ -616,10 +616,10 @@ class IndexedLoader(LookAhead):
         """Return the position; prompts at hand that are unfinished are found again by their ids."""
         return super().state_dict(NO_PROMPTS if self.at_hand else unfinished)
 
-    def position(self) -> dict[str, Any]:
-        return {**super().position(), **self._source}
+    def _position(self) -> dict[str, Any]:
+        return {**super()._position(), **self._source}
 
-    def restore(self, position: Mapping[str, Any]) -> None:
+    def _restore(self, position: Mapping[str, Any]) -> None:
         for key, expected in self._source.items():
             if position.get(key) != expected:
                 raise CheckpointError(
@@ -627,7 +627,7 @@ class IndexedLoader(LookAhead):
                     f"{expected!r}, in the checkpoint {position.get(key)!r}); resume with the environment, "
                     "the options and the seed that the run was started with, or start a new run"
                 )
-        super().restore(position)
+        super()._restore(position)
         self._read_until = self.rows
 
     @property

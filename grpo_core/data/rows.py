@@ -248,16 +248,15 @@ def readable(make: Callable[[], Any], who: str, *, exact: bool = True) -> Any:
         from torchdata.nodes import Loader
 
         return Loader(given, restart_on_stop_iteration=False)
-    if isinstance(given, str | bytes | Mapping):
-        raise PluginError(f"{who}: it is {given!r:.80}, of type {type(given).__name__}; expected {FORMS}")
     if hasattr(given, "iloc"):  # iterating a DataFrame gives the names of its columns
         raise PluginError(
             f"{who}: it is a {type(given).__name__}; give its rows, as in frame.to_dict('records')"
         )
-    if is_sized(given):
-        return given
-    if not hasattr(given, "__iter__"):
+    sized = is_sized(given)
+    if isinstance(given, str | bytes | Mapping) or not (sized or hasattr(given, "__iter__")):
         raise PluginError(f"{who}: it is {given!r:.80}, of type {type(given).__name__}; expected {FORMS}")
+    if sized:
+        return given
     lacking = [name for name in ("state_dict", "load_state_dict") if not hasattr(given, name)]
     if lacking and exact:
         better = (
@@ -372,54 +371,33 @@ class ReadRows(Sequence[Any]):
         reader: makes prompts of them.
         converts: whether the environment makes the prompts: then a row need not have one.
 
-    Raises (when it is opened):
-        ConfigError: a row is not a prompt, or an id repeats.
+    Raises ConfigError if a row is not a prompt, or an id repeats.
     """
 
     def __init__(self, rows: Sequence[Any], reader: RowReader, *, converts: bool = False) -> None:
         self._rows, self._reader, self._converts = rows, reader, converts
         self.without_answer = 0
-        """Number of rows without an answer; set by ``open``."""
-        self.fingerprint = ""
-        """Hash of all ids and messages, in order; set by ``open``."""
+        """Number of rows without an answer."""
         self.repeated = 0
-        """Number of rows that ``deduplicate`` leaves out; set by ``open``."""
+        """Number of rows that ``deduplicate`` leaves out."""
         self.digests = array("Q")
-        """Digest of each prompt's text, see ``grpo_core.data.prompts``; set by ``open``."""
+        """Digest of each prompt's text, see ``grpo_core.data.prompts``."""
         self.sizes = array("I")
-        """Upper bound of each prompt's tokens, see ``grpo_core.data.prompts``; set by ``open``."""
-        self.places: Sequence[int] = range(len(rows))
-        """Places of the rows that are kept."""
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, index: Any) -> Any:
-        places = self.places[index]
-        return self._one(places) if isinstance(places, int) else [self._one(place) for place in places]
-
-    def _one(self, place: int) -> Any:
-        row = self._rows[place]
-        return row if self._converts else self._reader.prompt(row, self._reader.fields(row, place), place)
-
-    def open(self) -> None:
-        """Read every row; further calls do nothing."""
-        if self.fingerprint:
-            return
-        if not len(self._rows):
-            raise ConfigError(f"{self._reader.who} is empty; expected at least one row")
-        deduplicates, kept, hashed = self._reader.options.deduplicate, array("q"), hashlib.sha256()
+        """Upper bound of each prompt's tokens, see ``grpo_core.data.prompts``."""
+        if not len(rows):
+            raise ConfigError(f"{reader.who} is empty; expected at least one row")
+        kept, hashed = array("q"), hashlib.sha256()
         texts: set[bytes] = set()
         ids: set[int] = set()  # hashes, since five million ids would take half a GB
-        options, usual = self._reader.options, RowOptions()
+        options, usual = reader.options, RowOptions()
         unseen = [key for key in NAMED if getattr(options, key) != getattr(usual, key)]
-        for place, row in enumerate(self._rows):
-            fields = self._reader.fields(row, place)
-            if "prompt" in fields or not self._converts:
-                prompt = self._reader.prompt(row, fields, place)
+        for place, row in enumerate(rows):
+            fields = reader.fields(row, place)
+            if "prompt" in fields or not converts:
+                prompt = reader.prompt(row, fields, place)
             else:
                 prompt = Prompt(messages=(), id=fields["id"])
-            if deduplicates:
+            if options.deduplicate:
                 if (exact := exact_digest(prompt)) in texts:
                     self.repeated += 1
                     continue
@@ -432,16 +410,29 @@ class ReadRows(Sequence[Any]):
             self.sizes.append(size(prompt))
             self.without_answer += missing(prompt.answer)
             hashed.update(f"{prompt.id!r} {text};".encode())
-        self.places = kept if self.repeated else self.places
+        self.places: Sequence[int] = kept if self.repeated else range(len(rows))
+        """Places of the rows that are kept."""
+        self.fingerprint = hashed.hexdigest()[:16]
+        """Hash of all ids and messages, in order."""
         if unseen:
             name = getattr(options, unseen[0])
             raise ConfigError(
-                f"{self._reader.who}: no row has a value in {name!r}, which data_options.{unseen[0]} names; "
-                f"columns: {', '.join(columns_of(self._rows[0]))}"
+                f"{reader.who}: no row has a value in {name!r}, which data_options.{unseen[0]} names; "
+                f"columns: {', '.join(columns_of(rows[0]))}"
             )
-        if self.without_answer == len(self.places):
-            self._reader.check_named([self._rows[0]])
-        self.fingerprint = hashed.hexdigest()[:16]
+        if self.without_answer == len(kept):
+            reader.check_named([rows[0]])
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: Any) -> Any:
+        places = self.places[index]
+        return self._one(places) if isinstance(places, int) else [self._one(place) for place in places]
+
+    def _one(self, place: int) -> Any:
+        row = self._rows[place]
+        return row if self._converts else self._reader.prompt(row, self._reader.fields(row, place), place)
 
     def _check_id(self, id: str, place: int, ids: set[int], kept: Sequence[int]) -> None:
         """Raise ConfigError for a repeated id."""

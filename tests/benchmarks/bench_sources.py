@@ -100,7 +100,6 @@ def open_one(path: str) -> None:
     with Peak() as peak:
         rows = file(Path(path), "train")
         source = ReadRows(rows, RowReader("sums", path, RowOptions()))
-        source.open()
         opened, computed = time.perf_counter() - begin, time.process_time() - computing
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     chance, begin = random.Random(0), time.perf_counter()
