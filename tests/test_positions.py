@@ -230,7 +230,7 @@ def test_the_proof_may_be_given_up_or_begin_when_a_run_is_resumed(kind, exact):
         await drawn(loader, 40)
         await loader.first(9)
         ids, last = [], loader
-        for takes in (3, 1, 40, 36):
+        for takes in (3, 6, 1, 40, 30):
             other = stream(Rows if kind is Changed and exact else kind, exact=not exact)
             other.load_state_dict(through_files(last.state_dict()))
             ids += await drawn(other, takes)
@@ -282,6 +282,20 @@ def test_rows_by_index_that_have_changed_are_refused_too():
     assert expected == found
     with pytest.raises(ConfigError, match=r"row 1 has '\d+ 2' in its field 'prompt', expected '\d+ 1'"):
         asyncio.run(story(2))
+
+
+def test_what_proves_rows_by_index_does_not_grow_from_life_to_life():
+    async def story():
+        state = None
+        for _ in range(30):
+            loader = inline(IndexedLoader("t", Transformed(1), seed=0, name="rows", at_hand=False))
+            if state:
+                loader.load_state_dict(state)
+            await drawn(loader, 5)
+            state = through_files(loader.state_dict())
+        return len(state["position"]["since"])
+
+    assert asyncio.run(story()) == 32
 
 
 @pytest.mark.parametrize("source", ["generator", "queue"])

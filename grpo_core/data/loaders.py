@@ -398,8 +398,7 @@ class LookAhead:
 
     def _restore(self, position: Mapping[str, Any]) -> None:
         """Set what ``prove`` continues from."""
-        mark = Mark(**position["mark"])
-        self._since = [(each, mark) for each in position["since"]]
+        raise NotImplementedError
 
 
 class StreamLoader(LookAhead):
@@ -493,7 +492,7 @@ class StreamLoader(LookAhead):
             self.status(f"{self.who}: counting its rows: {read:,} of {wanted:,}")
 
     def _position(self) -> dict[str, Any]:
-        if self._since and self.rows >= self._since[0][1].row:
+        if self._since and self.rows > self._since[0][1].row:
             return {**super()._position(), "without": sorted(self.without)}
         behind = self._behind
         ahead = [[number, plain(prompt)] for number, prompt in self._ahead if number < behind.row]
@@ -505,8 +504,8 @@ class StreamLoader(LookAhead):
             self._behind = Mark(**position["behind"])
             self._ahead.extend((number, Prompt(**given)) for number, given in position["ahead"])
         else:
-            self.without = set(position["without"])
-            super()._restore(position)
+            self.without, mark = set(position["without"]), Mark(**position["mark"])
+            self._since = [(each, mark) for each in position["since"]]
 
 
 class IndexedLoader(LookAhead):
@@ -593,15 +592,14 @@ class IndexedLoader(LookAhead):
         row, place = self.data[index], index
         if isinstance(self.data, ReadRows):
             place = self.data.places[index]
-        epoch, of_epoch = divmod(number, len(self))
         self._read_until += 1
         return Read(
             number=number,
-            epoch=epoch,
+            epoch=number // len(self),
             place=place,
             row=row,
             fields=self.reader.fields(row, place),
-            proof=None if self._known else (fingerprint(row), Mark(number, epoch, of_epoch)),
+            proof=None if self._known else (fingerprint(row), Mark(number, 0, 0)),
         )
 
     def prove(self) -> None:
@@ -627,7 +625,10 @@ class IndexedLoader(LookAhead):
                     f"{expected!r}, in the checkpoint {position.get(key)!r}); resume with the environment, "
                     "the options and the seed that the run was started with, or start a new run"
                 )
-        super()._restore(position)
+        self._since = [
+            (each, Mark(number, 0, 0))
+            for number, each in enumerate(position["since"], position["mark"]["row"])
+        ]
         self._read_until = self.rows
 
     @property
