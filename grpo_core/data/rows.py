@@ -12,7 +12,7 @@ import re
 import sys
 import warnings
 from array import array
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,9 @@ class RowReader:
 
     def __init__(self, task: str, who: str, options: RowOptions) -> None:
         self.task, self.who, self.options = task, who, options
+        names = {key: getattr(options, key) for key in NAMED}
+        self.named = {key: name for key, name in names.items() if name != getattr(RowOptions(), key)}
+        """Fields that the configuration names."""
 
     def fields(self, row: Any, place: int) -> dict[str, Any]:
         """Return what ``Environment.prompt`` receives for a row: its columns, and the three named fields.
@@ -77,10 +80,7 @@ class RowReader:
         elif (field := self._prompt_field(columns)) is not None:
             messages = self._messages(columns[field], field, place)
         elif options.prompt:
-            raise ConfigError(
-                f"{self._place(place)}: no row has {options.prompt!r}, which data_options.prompt names; "
-                f"columns: {', '.join(map(str, columns))}"
-            )
+            raise self.unseen("prompt", columns, self._place(place))
         else:
             messages = None
         if options.answer_template:
@@ -123,20 +123,23 @@ class RowReader:
         A field that is named by nobody is guessed for the prompt only if the answer is there as well.
         """
         tables = [row for row in rows if isinstance(row, Mapping)]
-        usual, columns = RowOptions(), dict.fromkeys(str(name) for row in tables for name in row)
-        for key in NAMED:
-            name = getattr(self.options, key)
-            if tables and name and name != getattr(usual, key) and name not in columns:
-                raise ConfigError(
-                    f"{self.who}: no row has {name!r}, which data_options.{key} names; columns: "
-                    f"{', '.join(columns)}"
-                )
+        columns = dict.fromkeys(str(name) for row in tables for name in row)
+        for key, name in self.named.items():
+            if tables and name and name not in columns:
+                raise self.unseen(key, columns)
         guessed = not self.options.prompt and self._prompt_field(columns) == GUESSED
         if guessed and not self.options.answer_template and self.options.answer not in columns:
             raise ConfigError(
                 f"{self.who}: no row has {self.options.answer!r}; columns: {', '.join(columns)}. Name them, "
                 f'as in data_options = {{ prompt = "{GUESSED}", answer = "{list(columns)[-1]}" }}'
             )
+
+    def unseen(self, key: str, columns: Iterable[Any], where: str = "") -> ConfigError:
+        """Return the error for a field that the configuration names and that has no value."""
+        return ConfigError(
+            f"{where or self.who}: no row has a value in {self.named[key]!r}, which data_options.{key} "
+            f"names; columns: {', '.join(map(str, columns))}"
+        )
 
     def _columns(self, row: Any, place: int) -> Mapping[str, Any]:
         if isinstance(row, Mapping):
@@ -389,22 +392,21 @@ class ReadRows(Sequence[Any]):
         kept, hashed = array("q"), hashlib.sha256()
         texts: set[bytes] = set()
         ids: set[int] = set()  # hashes, since five million ids would take half a GB
-        options, usual = reader.options, RowOptions()
-        unseen = [key for key in NAMED if getattr(options, key) != getattr(usual, key)]
+        unseen = reader.named
         for place, row in enumerate(rows):
             fields = reader.fields(row, place)
             if "prompt" in fields or not converts:
                 prompt = reader.prompt(row, fields, place)
             else:
                 prompt = Prompt(messages=(), id=fields["id"])
-            if options.deduplicate:
+            if reader.options.deduplicate:
                 if (exact := exact_digest(prompt)) in texts:
                     self.repeated += 1
                     continue
                 texts.add(exact)
             text = digest(prompt)
             self._check_id(prompt.id, place, ids, kept)
-            unseen = [key for key in unseen if missing(columns_of(row).get(getattr(options, key)))]
+            unseen = {key: name for key, name in unseen.items() if missing(columns_of(row).get(name))}
             kept.append(place)
             self.digests.append(text)
             self.sizes.append(size(prompt))
@@ -415,11 +417,7 @@ class ReadRows(Sequence[Any]):
         self.fingerprint = hashed.hexdigest()[:16]
         """Hash of all ids and messages, in order."""
         if unseen:
-            name = getattr(options, unseen[0])
-            raise ConfigError(
-                f"{reader.who}: no row has a value in {name!r}, which data_options.{unseen[0]} names; "
-                f"columns: {', '.join(columns_of(rows[0]))}"
-            )
+            raise reader.unseen(next(iter(unseen)), columns_of(rows[0]))
         if self.without_answer == len(kept):
             reader.check_named([rows[0]])
 
