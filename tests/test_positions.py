@@ -269,11 +269,12 @@ class Transformed:
 
 
 def test_rows_by_index_that_have_changed_are_refused_too():
-    def indexed(salt):
-        return inline(IndexedLoader("t", Transformed(salt), seed=0, name="rows", at_hand=False))
+    def indexed(salt, **options):
+        rows, chosen = Transformed(salt), RowOptions(**options)
+        return inline(IndexedLoader("t", rows, seed=0, name="rows", options=chosen, at_hand=False))
 
-    async def story(salt):
-        loader, other = indexed(1), indexed(salt)
+    async def story(salt, **options):
+        loader, other = indexed(1), indexed(salt, **options)
         before = await drawn(loader, 5)
         other.load_state_dict(through_files(loader.state_dict()))
         return before, await drawn(loader, 30), await drawn(other, 30)
@@ -282,6 +283,7 @@ def test_rows_by_index_that_have_changed_are_refused_too():
     assert expected == found
     with pytest.raises(ConfigError, match=r"row 1 has '\d+ 2' in its field 'prompt', expected '\d+ 1'"):
         asyncio.run(story(2))
+    assert asyncio.run(story(2, exact=False))[2] == expected
 
 
 def test_what_proves_rows_by_index_does_not_grow_from_life_to_life():

@@ -129,9 +129,6 @@ class LookAhead:
         thread: the thread on which the dataloader was made.
     """
 
-    exact = True
-    """Whether a resumed run proves the position."""
-
     def __init__(
         self,
         task: str,
@@ -145,6 +142,8 @@ class LookAhead:
         self.task, self.name = task, name
         self.who = f"task {task!r}: dataloader {name!r}" if name else f"task {task!r}: its data"
         self.options, self.reader = options, RowReader(task, self.who, options)
+        self.exact = options.exact
+        """Whether a resumed run proves the position."""
         self.fits: Callable[[Prompt], bool] = lambda prompt: True
         """Whether a prompt is kept; the others are left out."""
         self.rows = 0
@@ -425,7 +424,7 @@ class StreamLoader(LookAhead):
         **waiting: Any,
     ) -> None:
         super().__init__(task, name, options, **waiting)
-        self._make, self.without, self.exact = make, set(without), options.exact
+        self._make, self.without = make, set(without)
         self._stream = Stream(make, self.who, exact=self.exact)
         self._stream.source = first
         self._behind = Mark(0, 0, 0)
@@ -605,7 +604,8 @@ class IndexedLoader(LookAhead):
     def prove(self) -> None:
         first = self.rows - len(self._since)
         found = [fingerprint(self.data[self._index(number)]) for number in range(first, self.rows)]
-        if (differs := difference([each for each, _ in self._since], found, first)) is not None:
+        differs = difference([each for each, _ in self._since], found, first)
+        if differs is not None and self.exact:
             raise refusal(self.who, self.data, differs)
 
     # ------------------------------------------------------------------------------ checkpoints
