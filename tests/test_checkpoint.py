@@ -93,8 +93,8 @@ def test_the_newest_are_kept(tmp_path):
 def test_one_of_the_format_before_is_not_used(tmp_path):
     """Its pipeline.json has another name for the newest validated version."""
     manifest = write(tmp_path, step=1) / "manifest.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 8}))
-    assert checkpoint.fault(manifest.parent) == "written in format 8, this version reads format 9"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 9}))
+    assert checkpoint.fault(manifest.parent) == "written in format 9, this version reads format 10"
 
 
 def test_one_that_was_passed_over_does_not_outlive_the_next(tmp_path):

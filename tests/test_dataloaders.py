@@ -326,7 +326,7 @@ class OfALibrary(IterableDataset):
         (lambda: {"a": 1}, "of type dict; expected a sequence, a torch Dataset"),
         (lambda: None, "it is None for 'train'; expected rows"),
         (lambda: "rows.jsonl", "of type str; expected"),
-        (list, "it has no rows"),
+        (list, "is empty; expected at least one row"),
         (lambda: Own(0), "it ended without a row"),
         (OfALibrary, r"state_dict\(\) of OfALibrary needs arguments, .*: return that loader"),
         (lambda: [3], r"row 1 is 3 of type int, expected a Prompt or a mapping"),
@@ -347,8 +347,8 @@ def test_workers_are_started_by_a_server_and_import_their_data_set(tmp_path):
         "from torch.utils.data import IterableDataset\nclass Rows(IterableDataset):\n    __iter__ = None\n"
     )
     with pytest.raises(PluginError, match="num_workers = 1: its dataset Rows is defined in a single file"):
-        readable(StatefulDataLoader(import_file(tmp_path / "alone.py").Rows(), num_workers=1), "it")
-    loader = readable(StatefulDataLoader(MapStyle(), num_workers=1), "it")
+        readable(lambda: StatefulDataLoader(import_file(tmp_path / "alone.py").Rows(), num_workers=1), "it")
+    loader = readable(lambda: StatefulDataLoader(MapStyle(), num_workers=1), "it")
     assert loader.multiprocessing_context.get_start_method() == "forkserver"
 
 
@@ -500,7 +500,9 @@ def test_a_state_of_something_else_is_refused(opened):
     with pytest.raises(CheckpointError, match=r"'other:rows' is new: .* prompts came from 'mine:rows'"):
         opened(Own, name="other:rows").load_state_dict(state)
     sized = opened(FORMS["a list"])
-    with pytest.raises(CheckpointError, match=r"of another kind of dataloader or version \(KeyError: 'mark'"):
+    with pytest.raises(
+        CheckpointError, match=r"of another kind of dataloader or version \(KeyError: 'without'"
+    ):
         opened(Own).load_state_dict(sized.state_dict())
     sized.take(1)
     for form in ("a list", "a torch Dataset"):
@@ -516,7 +518,7 @@ def test_a_worker_reads_rows_of_a_file(tmp_path):
     """It opens the file again."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1"}\n{"prompt": "2"}\n')
     rows = make_offer("dataloader", f"file:{tmp_path}/rows.jsonl", "train")
-    loader = readable(StatefulDataLoader(rows, batch_size=None, num_workers=1), "it")
+    loader = readable(lambda: StatefulDataLoader(rows, batch_size=None, num_workers=1), "it")
     assert [dict(row) for row in loader] == [{"prompt": "1"}, {"prompt": "2"}]
 
 

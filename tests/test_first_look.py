@@ -149,7 +149,6 @@ def test_tools_that_the_template_leaves_out_are_a_warning():
 
 def rows_of(path):
     read = ReadRows(read_file(path, "train"), RowReader("sums", "rows", RowOptions()))
-    read.open()
     return read
 
 

@@ -135,7 +135,6 @@ def test_a_source_without_its_long_rows_is_another_source(tmp_path):
     def opened():
         rows = read_file(tmp_path / "rows.jsonl", "train")
         source = ReadRows(rows, RowReader("sums", "rows", RowOptions()))
-        source.open()
         return source
 
     whole, (left, _, told) = opened(), kept(opened(), 50, renderer())

@@ -100,9 +100,7 @@ def _padded(rows):
 
 def source(given, **options):
     rows = given if isinstance(given, list) else read_file(Path(given), "train")
-    made = ReadRows(rows, RowReader("sums", "rows", RowOptions(**options)))
-    made.open()
-    return made
+    return ReadRows(rows, RowReader("sums", "rows", RowOptions(**options)))
 
 
 @pytest.fixture(scope="module")

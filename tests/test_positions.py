@@ -222,6 +222,27 @@ def test_rows_that_have_changed_are_refused_with_row_field_and_both_texts(cut, f
     assert raised.value.exit_status == 2
 
 
+@pytest.mark.parametrize("kind", [Rows, LostBuffer, Changed])
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_proof_may_be_given_up_or_begin_when_a_run_is_resumed(kind, exact):
+    async def story():
+        loader = stream(kind, exact=exact)
+        await drawn(loader, 40)
+        await loader.first(9)
+        ids, last = [], loader
+        for takes in (3, 6, 1, 40, 30):
+            other = stream(Rows if kind is Changed and exact else kind, exact=not exact)
+            other.load_state_dict(through_files(last.state_dict()))
+            ids += await drawn(other, takes)
+            await other.first(2)
+            last = other
+        return await drawn(loader, 80), ids
+
+    expected, found = asyncio.run(story())
+    if kind is not LostBuffer:
+        assert found == expected
+
+
 def test_fewer_rows_than_before_are_refused():
     async def story():
         loader = stream(lambda: Rows(50))
@@ -248,11 +269,12 @@ class Transformed:
 
 
 def test_rows_by_index_that_have_changed_are_refused_too():
-    def indexed(salt):
-        return inline(IndexedLoader("t", Transformed(salt), seed=0, name="rows", at_hand=False))
+    def indexed(salt, **options):
+        rows, chosen = Transformed(salt), RowOptions(**options)
+        return inline(IndexedLoader("t", rows, seed=0, name="rows", options=chosen, at_hand=False))
 
-    async def story(salt):
-        loader, other = indexed(1), indexed(salt)
+    async def story(salt, **options):
+        loader, other = indexed(1), indexed(salt, **options)
         before = await drawn(loader, 5)
         other.load_state_dict(through_files(loader.state_dict()))
         return before, await drawn(loader, 30), await drawn(other, 30)
@@ -261,6 +283,21 @@ def test_rows_by_index_that_have_changed_are_refused_too():
     assert expected == found
     with pytest.raises(ConfigError, match=r"row 1 has '\d+ 2' in its field 'prompt', expected '\d+ 1'"):
         asyncio.run(story(2))
+    assert asyncio.run(story(2, exact=False))[2] == expected
+
+
+def test_what_proves_rows_by_index_does_not_grow_from_life_to_life():
+    async def story():
+        state = None
+        for _ in range(30):
+            loader = inline(IndexedLoader("t", Transformed(1), seed=0, name="rows", at_hand=False))
+            if state:
+                loader.load_state_dict(state)
+            await drawn(loader, 5)
+            state = through_files(loader.state_dict())
+        return len(state["position"]["since"])
+
+    assert asyncio.run(story()) == 32
 
 
 @pytest.mark.parametrize("source", ["generator", "queue"])

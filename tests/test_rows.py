@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grpo_core.contracts.errors import ConfigError
-from grpo_core.data.files import check_apart, read
+from grpo_core.data.files import check_apart, file
 
 TEXTS = [
     "007",
@@ -31,7 +31,7 @@ TEXTS = [
 
 
 def rows_of(path, split="train", **options):
-    rows = read(str(path), "", split, who="test", **options)
+    rows = file(path, split, **options)
     found = [dict(row) for row in rows]
     assert found == [rows[n] for n in range(len(rows))]
     return found
@@ -377,13 +377,13 @@ def test_splits_of_a_saved_data_set_are_exactly_those_that_are_named(tmp_path, s
     assert prompts_of(path, "train[8:]+train[:1]") == [*every[8:], "q0"]
     assert len(prompts_of(path, "all")) == (13 if saved == "dict" else 10)
     with pytest.raises(ConfigError, match="has no split 'none'; it has 'train'"):
-        read(str(path), "", "none", who="test")
+        file(path, "none")
     for subset, split in (("main", "train"), ("", "train[:x]")):
         with pytest.raises(ConfigError):
-            read(str(path), subset, split, who="test")
+            file(path, split, subset=subset)
     if saved != "dict":
         with pytest.raises(ConfigError, match="has no split 'test'"):
-            read(str(path), "", "test", who="test")
+            file(path, "test")
 
 
 @pytest.mark.long
@@ -395,7 +395,7 @@ def test_values_of_a_saved_data_set_are_exact_and_images_are_not_decoded(tmp_pat
     rows = [{"prompt": f"q{i}", "x": 0.1, "raw": b"abc"} for i in range(3)]
     made = datasets.Dataset.from_list(rows, features=features).select([2, 0])  # with a table of indices
     made.save_to_disk(tmp_path / "data")
-    found = read(str(tmp_path / "data"), "", "train", who="test")
+    found = file(tmp_path / "data", "train")
     assert (
         [dict(row) for row in found]
         == [found[0], found[1]]
@@ -422,7 +422,7 @@ def test_rows_that_are_trained_are_not_held_out(tmp_path):
     path.write_text('{"prompt": "a"}\n{"prompt": "b"}')
     link = tmp_path / "link.jsonl"
     link.symlink_to(path)
-    one, other = (read(str(each), "", "train", who="test") for each in (path, link))
+    one, other = (file(each, "train") for each in (path, link))
     with pytest.raises(ConfigError, match="2 of its 2 held-out rows are training rows"):
         check_apart(one, other, "test")
 
@@ -430,10 +430,8 @@ def test_rows_that_are_trained_are_not_held_out(tmp_path):
 @pytest.mark.long
 def test_splits_that_overlap_are_refused(tmp_path):
     numbered(10).save_to_disk(tmp_path / "data")
-    parts = {
-        split: read(str(tmp_path / "data"), "", split, who="test") for split in ("train[:8]", "train[8:]")
-    }
+    parts = {split: file(tmp_path / "data", split) for split in ("train[:8]", "train[8:]")}
     check_apart(*parts.values(), "test")
-    more = read(str(tmp_path / "data"), "", "train[7:]+train[9:]", who="test")
+    more = file(tmp_path / "data", "train[7:]+train[9:]")
     with pytest.raises(ConfigError, match="1 of its 4 held-out rows"):
         check_apart(parts["train[:8]"], more, "test")

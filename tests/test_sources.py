@@ -64,12 +64,11 @@ def test_fields_are_configurable(file):
 def test_a_field_of_answers_that_no_row_has_is_an_error_and_a_missing_answer_is_counted(file):
     rows = [{"prompt": "a", "gold": 1}, {"prompt": "b"}, {"prompt": "c", "gold": None}]
     with pytest.raises(ConfigError) as raised:
-        source(file(rows), answer="answr").open()
+        source(file(rows), answer="answr")
     assert str(raised.value).endswith(
         "no row has a value in 'answr', which data_options.answer names; columns: prompt, gold"
     )
     some = source(file(rows), answer="gold")
-    some.open()
     assert some.without_answer == 2, "null is no answer either"
     nobody_asked = source(file(rows))
     assert [prompt.answer for prompt in nobody_asked] == [None] * 3
@@ -80,7 +79,7 @@ def test_a_field_of_ids_that_no_row_has_is_an_error(file):
     with pytest.raises(
         ConfigError, match=r"no row has a value in 'nme', which data_options\.id names; columns: prompt, name"
     ):
-        source(file(rows), id="nme").open()
+        source(file(rows), id="nme")
     assert [prompt.id for prompt in source(file(rows), id="name")] == ["x", "y"]
 
 
@@ -130,7 +129,7 @@ def test_blank_lines_and_other_line_ends_do_not_count(file):
 def test_an_invalid_row_is_found_before_the_run_begins(file, rows, message):
     path = file(rows)
     with pytest.raises(ConfigError) as caught:
-        source(path).open()
+        source(path)
     assert str(caught.value).startswith(("task 'sums': data", f"data {path!r}"))
     assert message in str(caught.value)
 
@@ -200,7 +199,7 @@ def test_a_csv_file_is_read_with_all_values_as_texts(tmp_path):
     assert (only.messages[0]["content"], only.answer) == ("a,b", "c")
     (tmp_path / "broken.csv").write_text("prompt,answer\na,b,c\n")
     with pytest.raises(ConfigError, match="row 1: 3 cells, expected 2 columns"):
-        source(str(tmp_path / "broken.csv")).open()
+        source(str(tmp_path / "broken.csv"))
 
 
 @pytest.mark.parametrize("suffix", ["csv", "tsv"])
@@ -211,7 +210,7 @@ def test_a_column_that_occurs_twice_is_refused(tmp_path, suffix):
         "prompt,answer,answer,level,level\na,1,2,3,4\n".replace(",", {"csv": ",", "tsv": "\t"}[suffix])
     )
     with pytest.raises(ConfigError, match=r"the columns 'answer', 'level' occur more than once; name each"):
-        source(str(path)).open()
+        source(str(path))
 
 
 def test_a_parquet_file_with_a_column_twice_is_refused(tmp_path):
@@ -222,7 +221,7 @@ def test_a_parquet_file_with_a_column_twice_is_refused(tmp_path):
     table = pyarrow.Table.from_arrays(columns, names=["prompt", "answer", "answer"])
     parquet.write_table(table, tmp_path / "rows.parquet")
     with pytest.raises(ConfigError, match=r"the column 'answer' occurs more than once; name each"):
-        source(str(tmp_path / "rows.parquet")).open()
+        source(str(tmp_path / "rows.parquet"))
 
 
 def test_a_row_may_be_nested_and_have_many_lists(file):
@@ -269,7 +268,6 @@ def test_repeated_prompts_are_left_out_on_request(file):
     rows = [{"prompt": text} for text in ("1+1=", "1-1=", " 1+1=\n", "A", "a")]
     assert [prompt.id for prompt in source(file(rows))] == ["0", "1", "2", "3", "4"]
     prompts = source(file(rows), deduplicate=True)
-    prompts.open()
     assert ([prompt.id for prompt in prompts], prompts.repeated) == (["0", "1", "3", "4"], 1)
 
 
@@ -293,7 +291,6 @@ def test_prompts_are_repeated_only_if_all_messages_roles_and_calls_are(file):
         said(("user", "a", {}), ("assistant", "", other), ("user", "b", {})),
     ]
     prompts = source(file(rows), deduplicate=True)
-    prompts.open()
     assert [int(prompt.id) for prompt in prompts] == [0, 1, 3, 4, 5, 6, 7, 8]
     assert prompts.repeated == 1
 
@@ -311,7 +308,7 @@ def test_a_template_with_a_field_that_a_row_lacks_is_an_error_before_the_run(fil
     with pytest.raises(
         ConfigError, match=rf"row 1: data_options.template names the field '{name}', which {why}"
     ):
-        source(file(rows), template=template).open()
+        source(file(rows), template=template)
 
 
 @pytest.mark.long

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol
@@ -12,11 +11,12 @@ from typing import Any, Protocol
 from attrs import define, evolve, field, fields_dict, frozen
 
 from grpo_core.config import RowOptions, TaskConfig
-from grpo_core.contracts.errors import ConfigError, PluginError, did_you_mean, plugin_errors, wrong_input
+from grpo_core.contracts.errors import ConfigError, PluginError, did_you_mean, wrong_input
 from grpo_core.contracts.records import Prompt
 from grpo_core.data.files import Ranges, check_apart
 from grpo_core.data.loaders import Convert, IndexedLoader, LookAhead, StreamLoader, Thread, converted
 from grpo_core.data.order import some
+from grpo_core.data.positions import NO_FIELDS
 from grpo_core.data.prompts import digest
 from grpo_core.data.rows import (
     DataChoice,
@@ -25,14 +25,16 @@ from grpo_core.data.rows import (
     SomePrompts,
     check_there,
     choose,
-    ignore_warnings_of_torchdata,
     is_at_hand,
     is_sized,
     readable,
 )
-from grpo_core.data.streams import Tried, compare, read_elsewhere, try_here
+from grpo_core.data.streams import Reading, compare, read_elsewhere, try_here
 from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.offers import signature_of
 
+Trial = Callable[[Thread], Awaitable[Collection[str]]]
+"""Tries a stream on a thread; returns fields that differ each time a row is read."""
 AT_ONCE = 1000
 """Number of rows that an environment converts in one call."""
 
@@ -94,8 +96,8 @@ class TaskData:
 
     def close(self) -> None:
         """End reading."""
-        if self.loader is not None:
-            self.loader.close()
+        if self._opened is not None:
+            self._opened.close()
 
     # ------------------------------------------------------------------------------ training
 
@@ -104,22 +106,16 @@ class TaskData:
             return await self._own("train")
         with wrong_input():
             source = await self._source(self.choice)
-            opened = self._opened = self._opened or await self._open(self.choice, source)
-            read = opened.read_rows if isinstance(opened, IndexedLoader) else None
-            if read is None:
-                return await opened.first(first)
+            if self._opened is None:
+                trial = partial(self._try, self.choice, source) if self.tries else None
+                self._opened = await source.training(trial)
+                self._opened.warn = self.notes.__setitem__
+            read = self._opened.data if isinstance(self._opened, IndexedLoader) else None
+            if not isinstance(read, ReadRows):
+                return await self._opened.first(first)
             if self.loader is None:
                 return read
-            return SomePrompts(await source.prompts(read.raw[:first], read.places), read.digests)
-
-    async def _open(self, choice: DataChoice, source: Source) -> LookAhead:
-        """Make the loader of rows that are read ahead, or read those that are prompts at hand."""
-        loader = await source.training()
-        if isinstance(loader, StreamLoader) and self.tries and choice.rows.exact:
-            loader.close()
-            loader = await source.training(await self._try(choice, source, loader.thread))
-        loader.warn = self.notes.__setitem__
-        return loader
+            return SomePrompts(await source.prompts(read[:first], read.places), read.digests)
 
     async def _try(self, choice: DataChoice, source: Source, thread: Thread) -> Collection[str]:
         """Try a stream that a plugin makes; return fields that differ each time a row is read.
@@ -127,19 +123,19 @@ class TaskData:
         Notes what was found.  Raises ConfigError, PluginError.
         """
         who, split, make = source.who, choice.split("train"), partial(source.make, "train")
-        try:
-            if self.host.of_program(choice.name):
-                tried: Tried = await source.called(thread, partial(try_here, make, who))
-            else:
-                reading = await read_elsewhere(
-                    self.host.selection, choice.name, split, choice.options, who, seconds=self.deadline
-                )
-                tried = await source.called(thread, partial(compare, reading, make, who))
-        finally:
-            thread.close()
-        if tried.rows is not None and tried.rows < self.needs:
+        tried: Reading | None
+        if self.host.of_program(choice.name):
+            tried = await source.called(thread, partial(try_here, make, who))
+        else:
+            reading = await read_elsewhere(
+                self.host.selection, choice.name, split, choice.options, who, seconds=self.deadline
+            )
+            tried = await source.called(thread, partial(compare, reading, make, who))
+        if tried is None:
+            return ()
+        if tried.ends is not None and tried.ends < self.needs:
             raise ConfigError(
-                f"{who} has {tried.rows:,} rows and cannot be read twice; the run needs {self.needs:,} "
+                f"{who} has {tried.ends:,} rows and cannot be read twice; the run needs {self.needs:,} "
                 "(trainer.steps x trainer.prompts_per_step). Give a function that makes it, for each epoch "
                 "anew, or train fewer steps"
             )
@@ -149,9 +145,10 @@ class TaskData:
                 "prove its position"
             )
         if tried.lost:
+            seconds = 1e6 * tried.seconds / tried.rows
             self.notes[f"rows_are_counted/{self.task}"] = (
                 f"{who}: its state lacks {tried.lost}, so a resumed run reads all rows again and compares: "
-                f"about {max(1, round(1e6 * tried.seconds)):,} s for a million rows"
+                f"about {max(1, round(seconds)):,} s for a million rows"
             )
         return tried.without
 
@@ -164,16 +161,14 @@ class TaskData:
 
     async def held_out_rows(self, first: int) -> Sequence[Prompt] | None:
         """Return the held-out prompts of dataloaders, or None if they have none."""
-        if self.held_out is not None:
-            found = await self._held_out(self.held_out, "validation", first)
-            if found is None:  # a file has one split, all of which is held out
-                found = await self._held_out(self.held_out, "train", first)
-            if found is None:
-                raise ConfigError(
-                    f"task {self.task!r}: dataloader {self.held_out.text!r}: it has no held-out prompts"
-                )
-            return found
-        return None if self.choice is None else await self._held_out(self.choice, "validation", first)
+        if self.held_out is None:
+            return None if self.choice is None else await self._held_out(self.choice, "validation", first)
+        for split in ("validation", "train"):  # a file has one split, all of which is held out
+            if (found := await self._held_out(self.held_out, split, first)) is not None:
+                return found
+        raise ConfigError(
+            f"task {self.task!r}: dataloader {self.held_out.text!r}: it has no held-out prompts"
+        )
 
     async def _held_out(self, choice: DataChoice, split: str, first: int) -> Sequence[Prompt] | None:
         source = await self._source(choice)
@@ -245,13 +240,13 @@ class Source:
         """The dataloader in messages."""
         return f"task {self.task!r}: dataloader {self.name!r}"
 
-    async def training(self, without: Collection[str] = ()) -> LookAhead:
+    async def training(self, trial: Trial | None = None) -> LookAhead:
         """Make the dataloader on a thread, and return the loader of its training rows.
 
         Rows that can be read before the run begins are read.
 
         Args:
-            without: fields of a stream that differ each time a row is read.
+            trial: tries a stream whose position is to be proved.
 
         Raises PluginError, ConfigError.
         """
@@ -262,18 +257,16 @@ class Source:
         named: dict[str, Any] = {"name": self.name, "options": self.options}
         named |= {"deadline": self.deadline, "convert": self.convert, "thread": thread}
         if not is_sized(rows):
-            again = partial(self.make, "train")
+            again, without = partial(self.make, "train"), NO_FIELDS
+            if trial is not None and self.options.exact:
+                rows, without = None, await trial(thread)
             return StreamLoader(self.task, make=again, first=rows, without=without, **named)
-        if not await self.called(thread, lambda: len(rows)):
-            raise ConfigError(f"{self.who} is empty: it has no rows; expected at least one")
-        if not is_at_hand(rows):
-            indexed = IndexedLoader(self.task, rows, seed=self.seed, at_hand=False, **named)
-            await self.called(thread, indexed.__len__)  # rows may be used on their thread alone
-            return indexed
-        read = await self._read(rows)
-        given = read if self.convert is None else read.raw
-        loader = IndexedLoader(self.task, given, seed=self.seed, at_hand=self.convert is None, **named)
-        loader.read_rows = read
+        if at_hand := is_at_hand(rows):
+            rows = await self._read(rows)
+        named |= {"seed": self.seed, "at_hand": at_hand and self.convert is None}
+        loader = IndexedLoader(self.task, rows, **named)
+        if not await self.called(thread, lambda: loader.size):  # rows may be used on their thread alone
+            raise ConfigError(f"{self.who} is empty; expected at least one row")
         return loader
 
     async def held_out(self, first: int) -> Sequence[Prompt] | None:
@@ -283,31 +276,28 @@ class Source:
 
         Raises PluginError, ConfigError.
         """
-        thread, key = Thread(self.who), f"{self.seed}/validation/{self.task}"
+        thread = Thread(self.who)
         try:
             rows = await self._rows("validation", thread)
             if rows is None:
                 return None
-            places: Sequence[int]
-            if is_sized(rows) and is_at_hand(rows):
-                read = await self._read(rows)
-                if self.convert is None:
-                    return read
-                chosen, raw = some(len(read), first, key), read.raw
-                digests = [read.digests[nth] for nth in chosen]
-                places = [read.places[nth] for nth in chosen]
-                return SomePrompts(
-                    await self.prompts([raw[nth] for nth in chosen], places), digests, len(read)
-                )
-            if is_sized(rows):
-                known = await self.called(thread, lambda: len(rows))
-                places = some(known, first, key)
-                found = await self.called(thread, lambda: [rows[place] for place in places])
-            else:
+            if not is_sized(rows):
                 found = await self.called(thread, lambda: list(islice(rows, first)))
-                places, known = range(len(found)), 0 if len(found) == first else len(found)
-            prompts = await self.prompts(found, places)
-            return SomePrompts(prompts, [digest(prompt) for prompt in prompts], known)
+                prompts = await self.prompts(found, range(len(found)))
+                known = 0 if len(found) == first else len(found)
+                return SomePrompts(prompts, list(map(digest, prompts)), known)
+            if is_at_hand(rows):
+                rows = await self._read(rows)
+                if self.convert is None:
+                    return rows
+            known = await self.called(thread, lambda: len(rows))
+            places = some(known, first, f"{self.seed}/validation/{self.task}")
+            found = await self.called(thread, lambda: [rows[place] for place in places])
+            if not isinstance(rows, ReadRows):
+                prompts = await self.prompts(found, places)
+                return SomePrompts(prompts, list(map(digest, prompts)), known)
+            prompts = await self.prompts(found, [rows.places[place] for place in places])
+            return SomePrompts(prompts, [rows.digests[place] for place in places], known)
         finally:
             thread.close()
 
@@ -324,8 +314,7 @@ class Source:
         """Call the dataloader on its thread.  Raises PluginError or another GrpoError."""
         try:
             async with asyncio.timeout(self.deadline):
-                with plugin_errors(f"{self.who}: it"):
-                    return await thread(call)
+                return await thread(call)
         except TimeoutError:
             raise PluginError(
                 f"{self.who} gave no rows within {self.deadline:g} s (environment.start_deadline); it is not "
@@ -334,19 +323,12 @@ class Source:
 
     async def _rows(self, split: str, thread: Thread) -> Any:
         """Make the dataloader of a split on its thread; return its rows, or None."""
-
-        def call() -> Any:
-            ignore_warnings_of_torchdata()
-            given = self.make(split)
-            return None if given is None else readable(given, self.who, exact=self.options.exact)
-
-        return await self.called(thread, call)
+        make = partial(self.make, split)
+        return await self.called(thread, lambda: readable(make, self.who, exact=self.options.exact))
 
     async def _read(self, rows: Sequence[Any]) -> ReadRows:
         reader = RowReader(self.task, self.who, self.options)
-        read = ReadRows(rows, reader, converts=self.convert is not None)
-        await asyncio.to_thread(read.open)
-        return read
+        return await asyncio.to_thread(ReadRows, rows, reader, converts=self.convert is not None)
 
 
 def choices(name: str, task: TaskConfig, host: PluginHost) -> tuple[DataChoice | None, DataChoice | None]:
@@ -382,23 +364,15 @@ def check_data(key: str, name: str, task: TaskConfig, host: PluginHost) -> None:
     for choice in choices(name, task, host):
         if choice is None:
             continue
-        factory = host.find("dataloader", choice.name).load()
-        known = set(fields_dict(RowOptions)) - {"split"}
-        if both := sorted(known & _parameters(factory)):
+        signature = signature_of(host.find("dataloader", choice.name).load())
+        own = set(signature.parameters) if signature is not None else set()
+        if both := sorted((set(fields_dict(RowOptions)) - {"split"}) & own):
             raise ConfigError(
                 f"{key}: the dataloader {choice.text!r} has an option {both[0]!r}, which is a key of the "
                 "core in data_options; its factory has to call it differently"
             )
         for option in choice.options:
             near = did_you_mean(option, set(fields_dict(RowOptions)))
-            if near and option not in _parameters(factory):
+            if near and option not in own:
                 raise ConfigError(f"{key}.data_options has no key {option!r}.{near}")
         host.check_options("dataloader", choice.name, choice.options)
-
-
-def _parameters(factory: Any) -> set[str]:
-    """Return the names of a factory's parameters."""
-    try:
-        return set(inspect.signature(factory).parameters)
-    except (TypeError, ValueError):  # some callables written in C have no signature
-        return set()

@@ -166,7 +166,5 @@ async def longer(
 
 def bounds(prompts: Sequence[Prompt]) -> NDArray[np.uint32]:
     """Return the sizes of the prompts."""
-    if not isinstance(prompts, ReadRows):
-        return np.asarray(sizes(prompts), np.uint32)
-    prompts.open()
-    return np.asarray(prompts.sizes, np.uint32)
+    own = prompts.sizes if isinstance(prompts, ReadRows) else sizes(prompts)
+    return np.asarray(own, np.uint32)

@@ -219,7 +219,9 @@ class DelimitedRows(TextRows):
             nth, begin = 0, end
             for cells in reader:
                 if cells:  # a blank line has none
-                    self._check(cells)
+                    if len(cells) != (expected := len(self._names)):
+                        between = f"columns between {self._dialect['delimiter']!r}"
+                        raise ValueError(f"{len(cells)} cells, expected {expected} {between}")
                     yield begin
                     yield end
                     nth += 1
@@ -227,20 +229,13 @@ class DelimitedRows(TextRows):
         except (ValueError, csv.Error) as error:
             if nth < 0:
                 raise ConfigError(f"{self._who}: its first line, of the columns: {error}") from None
-            raise self._wrong(nth, self._help(error)) from None
-
-    def _check(self, cells: list[str]) -> None:
-        if len(cells) != len(self._names):
-            delimiter = self._dialect["delimiter"]
-            raise ValueError(f"{len(cells)} cells, expected {len(self._names)} columns between {delimiter!r}")
-
-    def _help(self, error: Exception) -> object:
-        if not isinstance(error, csv.Error):
-            return error
-        return (
-            f"not RFC 4180: {error}. A cell that begins with a quotation mark ends with one, and marks "
-            "within it are doubled; in a .tsv they are text"
-        )
+            why: object = error
+            if isinstance(error, csv.Error):
+                why = (
+                    f"not RFC 4180: {error}. A cell that begins with a quotation mark ends with one, and "
+                    "marks within it are doubled; in a .tsv they are text"
+                )
+            raise self._wrong(nth, why) from None
 
     def _row(self, text: str) -> Mapping[str, Any]:
         return dict(zip(self._names, next(csv.reader([text], **self._dialect)), strict=True))
@@ -265,7 +260,7 @@ class Table:
     def __init__(self, schema: Any, part: Callable[[int, int], Any], rows: int, who: str) -> None:
         self._part, self._rows, self._who = part, rows, who
         exact = {name: _exact(type) for name, type in zip(schema.names, schema.types, strict=True)}
-        self._exact = {name: convert for name, convert in exact.items() if convert is not None}
+        self._exact = {name: convert for name, convert in exact.items() if convert is not _same}
 
     def __len__(self) -> int:
         return self._rows
@@ -292,8 +287,8 @@ class Table:
         return [{column: without_nulls(value) for column, value in row.items()} for row in rows]
 
 
-def _exact(type: Any) -> Convert | None:
-    """Return what makes the values of a type exact; None if they are."""
+def _exact(type: Any) -> Convert:
+    """Return what makes the values of a type exact; ``_same`` if they are."""
     import pyarrow.types as kinds
 
     if kinds.is_binary(type) or kinds.is_large_binary(type) or kinds.is_binary_view(type):
@@ -306,22 +301,17 @@ def _exact(type: Any) -> Convert | None:
     if kinds.is_dictionary(type) or kinds.is_run_end_encoded(type):
         return _exact(type.value_type)
     if kinds.is_map(type):
-        key, item = _exact(type.key_type) or _same, _exact(type.item_type) or _same
-        return None if key is item is _same else _of_objects(lambda name: (key(name), item))
+        key, item = _exact(type.key_type), _exact(type.item_type)
+        return _same if key is item is _same else _of_objects(lambda name: (key(name), item))
     if kinds.is_struct(type):
-        fields = {field.name: _exact(field.type) or _same for field in type}
-        return _of_objects(lambda name: (name, fields[name])) if {*fields.values()} - {_same} else None
+        fields = {field.name: _exact(field.type) for field in type}
+        return _of_objects(lambda name: (name, fields[name])) if {*fields.values()} - {_same} else _same
     if hasattr(type, "value_type"):  # lists of all kinds
-        return _of_lists(_exact(type.value_type))
+        each = _exact(type.value_type)
+        return _same if each is _same else lambda items: [one if one is None else each(one) for one in items]
     if hasattr(type, "storage_type") and type.extension_name != "arrow.uuid":  # of which pyarrow makes UUIDs
         return _exact(type.storage_type)
-    return None
-
-
-def _of_lists(item: Convert | None) -> Convert | None:
-    if item is None:
-        return None
-    return lambda items: [each if each is None else item(each) for each in items]
+    return _same
 
 
 def _of_objects(field: Callable[[Any], tuple[Any, Convert]]) -> Convert:
@@ -409,15 +399,6 @@ def is_file(path: str) -> bool:
     return Path(path).suffix in (*JSON, *DELIMITED, *TABLES) and not Path(path).is_dir()
 
 
-def check_there(path: str, *, who: str) -> None:
-    """Raise ConfigError if a path names a missing file, or a file of another kind."""
-    if is_file(path) and not Path(path).is_file():
-        raise ConfigError(f"{who} {path!r}: there is no such file (from {str(Path.cwd())!r})")
-    suffix, known = Path(path).suffix, ", ".join((*JSON, *DELIMITED, *TABLES))
-    if suffix in (".gz", ".zst", ".zip", ".txt", ".xlsx") or (Path(path).is_file() and not is_file(path)):
-        raise ConfigError(f"{who} {path!r}: expected one of {known}, or a data set, got {suffix or 'a file'}")
-
-
 def file(path: Path, split: str, *, subset: str = "", delimiter: str = "") -> Ranges | None:
     """Read a file, or a directory of files, or a data set that ``datasets`` saved into a directory.
 
@@ -430,14 +411,27 @@ def file(path: Path, split: str, *, subset: str = "", delimiter: str = "") -> Ra
 
     Raises ConfigError if it cannot be read.
     """
-    if path.is_dir() or split == "train":
-        return read(str(path), subset, split, who="data", delimiter=delimiter)
+    again = partial(file, path, split, subset=subset, delimiter=delimiter)
+    who, suffix, known = f"data {str(path)!r}", path.suffix, (*JSON, *DELIMITED, *TABLES)
+    if delimiter and suffix not in DELIMITED:
+        raise ConfigError(f"{who}: has no delimiter, as {' and '.join(DELIMITED)} have; leave it out")
+    if path.is_dir():
+        return _ranges(data_set(str(path), subset, split, who), again)
+    if suffix not in known:
+        raise ConfigError(
+            f"{who}: expected one of {', '.join(known)}, or a data set, got {suffix or 'a file'}"
+        )
     if split == "validation":
         return None
-    raise ConfigError(
-        f"data {str(path)!r} is a file, which has no split {split!r}: leave out data_options.split; "
-        "validation_data names a file of held-out prompts"
-    )
+    if split != "train":
+        raise ConfigError(
+            f"{who} is a file, which has no split {split!r}: leave out data_options.split; validation_data "
+            "names a file of held-out prompts"
+        )
+    if subset:
+        raise ConfigError(f"{who}: is a file, which has no subset {subset!r}; leave out data_options.subset")
+    rows = read_file(str(path), suffix, who, delimiter)
+    return Ranges([(os.path.realpath(path), rows, 0, len(rows))], again)
 
 
 def hub(name: str, split: str, *, subset: str = "") -> Ranges | None:
@@ -450,34 +444,12 @@ def hub(name: str, split: str, *, subset: str = "") -> Ranges | None:
 
     Raises ConfigError if it cannot be read.
     """
-    return read(name, subset, split, who="data")
+    again = partial(hub, name, split, subset=subset)
+    return _ranges(data_set(name, subset, split, f"data {name!r}"), again)
 
 
-def read(path: str, subset: str, split: str, *, who: str, delimiter: str = "") -> Ranges | None:
-    """Read a file or data set; None if a data set has no split "validation".
-
-    Args:
-        subset: of a data set.
-        split: of a data set, such as "train" or "train[:80%]".
-        who: the source, for messages.
-        delimiter: the character between the cells of a .csv or .tsv; by default a comma or a tab.
-
-    Raises ConfigError if it cannot be read.
-    """
-    check_there(path, who=who)
-    named = f"{who} {path!r}"
-    again = partial(read, path, subset, split, who=who, delimiter=delimiter)
-    if delimiter and Path(path).suffix not in DELIMITED:
-        raise ConfigError(f"{named}: has no delimiter, as {' and '.join(DELIMITED)} have; leave it out")
-    if not is_file(path):
-        slices = data_set(path, subset, split, named)
-        return None if slices is None else Ranges(slices, again)
-    if subset:
-        raise ConfigError(
-            f"{named}: is a file, which has no subset {subset!r}; leave out data_options.subset"
-        )
-    rows = read_file(path, Path(path).suffix, named, delimiter)
-    return Ranges([(os.path.realpath(path), rows, 0, len(rows))], again)
+def _ranges(slices: Sequence[Slice] | None, again: Callable[[], Ranges | None]) -> Ranges | None:
+    return None if slices is None else Ranges(slices, again)
 
 
 def read_file(path: str, suffix: str, who: str, delimiter: str = "") -> Rows:
@@ -496,8 +468,6 @@ class Ranges:
         slices: the name of rows, the rows, and the indices from and before which they belong to it.
         again: reads them, for a copy in another process.
     """
-
-    read_at_start = True
 
     def __init__(self, slices: Sequence[Slice], again: Callable[[], Ranges | None] | None = None) -> None:
         self.slices, self._again = slices, again

@@ -15,20 +15,20 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from attrs import asdict, field, frozen
+from attrs import asdict, evolve, frozen
 
 from grpo_core.config import RowOptions
-from grpo_core.contracts.errors import CheckpointError, PluginError, describe, plugin_errors
+from grpo_core.contracts.errors import CheckpointError, GrpoError, PluginError, describe, plugin_errors
 from grpo_core.contracts.records import Prompt
-from grpo_core.data.order import ShuffledOrder
+from grpo_core.data.order import shuffled
 from grpo_core.data.positions import Beginnings, Fingerprint, Ids, difference, fingerprint
-from grpo_core.data.rows import RawRows, ReadRows, RowReader, plain, readable
+from grpo_core.data.rows import ReadRows, RowReader, plain
 from grpo_core.data.states import packed
-from grpo_core.data.streams import EVERY, Mark, Saved, Stream, loses_state, refusal, resumed
+from grpo_core.data.streams import EVERY, Mark, Stream, loses_state, refusal, resume
 from grpo_core.data.workers import readers_of
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class Thread:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] | None = None
 
     async def __call__(self, call: Callable[[], T]) -> T:
-        """Run a call, and wait for it."""
+        """Run a call, and wait for it.  Raises PluginError or another GrpoError."""
         if self._calls is None:
             self._calls = queue.SimpleQueue()
             threading.Thread(target=self._run, args=(self._calls,), name=self._who, daemon=True).start()
@@ -77,37 +77,30 @@ class Thread:
             done, call = item
             if done.set_running_or_notify_cancel():
                 try:
-                    done.set_result(call())
-                except BaseException as error:  # a plugin's code may raise anything
-                    if not isinstance(error, Exception) or isinstance(error, StopIteration | CancelledError):
-                        error = PluginError(f"{self._who}: it raised {type(error).__name__}: {error}")
+                    with plugin_errors(f"{self._who}: it"):
+                        done.set_result(call())
+                except GrpoError as error:
                     done.set_exception(error)
-
-
-@frozen
-class Ahead:
-    """A prompt of the look-ahead."""
-
-    row: int
-    """Number of its row, counted from the first epoch."""
-    place: int
-    """Place of its row in the data, or its number in a stream."""
-    prompt: Prompt
+                except BaseException as error:  # a plugin's code may raise anything
+                    told = f"{self._who}: it raised {type(error).__name__}: {error}"
+                    done.set_exception(PluginError(told))
 
 
 @frozen(kw_only=True)
-class Part:
-    """Rows that were read together."""
+class Read:
+    """A row that was read."""
 
-    rows: list[tuple[int, int, Any, dict[str, Any]]]
-    """Number, place, contents and fields of each."""
-    since: list[Fingerprint]
-    """Fingerprints of the rows, and of rows before them that were read again."""
-    marks: list[Mark] = field(factory=list)
+    number: int
+    """Counted from the first epoch."""
+    epoch: int
+    place: int
+    """Place of the row in the data that it comes from; its number in a stream."""
+    row: Any
+    fields: dict[str, Any]
+    proof: tuple[Fingerprint, Mark] | None = None
+    """Fingerprint by which a resumed run proves its position, and the newest state before the row."""
     behind: Mark | None = None
-    """State behind the rows, where it is kept instead of their fingerprints."""
-    again: bool = False
-    """Whether it begins a resumed run."""
+    """State behind the row, where nothing is proved."""
 
 
 async def converted(
@@ -149,13 +142,20 @@ class LookAhead:
         self.task, self.name = task, name
         self.who = f"task {task!r}: dataloader {name!r}" if name else f"task {task!r}: its data"
         self.options, self.reader = options, RowReader(task, self.who, options)
+        self.exact = options.exact
+        """Whether a resumed run proves the position."""
         self.fits: Callable[[Prompt], bool] = lambda prompt: True
         """Whether a prompt is kept; the others are left out."""
         self.rows = 0
         """Number of rows that became prompts or were left out, until the last prompt that was taken."""
         self.left_out = 0
         self._deadline, self._convert = deadline, convert
-        self._ahead: deque[Ahead] = deque()
+        self._ahead: deque[tuple[int, Prompt]] = deque()
+        """Prompts that can be taken, with the numbers of their rows."""
+        self._since: list[tuple[Fingerprint, Mark]] = []
+        """Fingerprints of the last rows, and for each the newest state before it."""
+        self._resumed = False
+        """Whether the rows of a checkpoint are still to be proved."""
         self._wanted = 0
         self._reading: asyncio.Task[None] | None = None
         self._progress = 0.0
@@ -163,7 +163,7 @@ class LookAhead:
         self._unfinished: dict[str, Prompt] = {}
         """Prompts of a checkpoint that were drawn and not trained, by slot."""
         self._recent: OrderedDict[str, int] = OrderedDict()
-        """Places of the prompts that were taken last, by id."""
+        """Numbers of the rows of the prompts that were taken last, by id."""
         self.slots = 0
         """Largest number of prompts that are in use at once."""
         self.warn: Callable[[str, str], None] = lambda cause, message: None
@@ -180,31 +180,19 @@ class LookAhead:
         """Number of rows of an epoch; None if it is unknown."""
         return None
 
-    @property
-    def exact(self) -> bool:
-        """Whether a resumed run proves the position."""
-        return True
-
     # ------------------------------------------------------------------------------ of a subclass
 
-    def read(self, n: int) -> Part:
-        """Read up to ``n`` of the next rows; called on the thread."""
+    def read(self) -> Read:
+        """Read the next row; called on the thread."""
         raise NotImplementedError
 
-    def origin(self, place: int) -> int:
-        """Return the place of a row in the file or table that it comes from."""
-        return place
-
-    def epoch_of(self, row: int) -> int:
-        """Return the epoch of a row that is added to the look-ahead."""
+    def prove(self) -> None:
+        """Continue behind the rows of a checkpoint, on the thread.  Raises ConfigError if they differ."""
         raise NotImplementedError
 
     def readers(self) -> int:
         """Return the number of workers that may each read all rows; 0 if each row is read once."""
         return 0
-
-    def kept(self, part: Part) -> None:
-        """Keep what a checkpoint needs of rows that are added to the look-ahead."""
 
     # ------------------------------------------------------------------------------ waiting
 
@@ -232,7 +220,7 @@ class LookAhead:
         while not self.ready(n, lambda: None):
             assert self._reading is not None
             await asyncio.wait([self._reading])
-        return [row.prompt for row in list(self._ahead)[:n]]
+        return [prompt for _, prompt in list(self._ahead)[:n]]
 
     def close(self) -> None:
         """End reading; a call that runs on the thread is abandoned."""
@@ -243,7 +231,7 @@ class LookAhead:
     def keep(self, fits: Callable[[Prompt], bool]) -> None:
         """Leave out prompts that do not fit, also of those read ahead."""
         self.fits = fits
-        kept = [row for row in self._ahead if fits(row.prompt)]
+        kept = [each for each in self._ahead if fits(each[1])]
         self.left_out += len(self._ahead) - len(kept)
         self._ahead = deque(kept)
 
@@ -254,7 +242,7 @@ class LookAhead:
         """
         self._progress = time.monotonic()
         while (missing := self._wanted - len(self._ahead)) > 0:
-            reading = asyncio.ensure_future(self.thread(functools.partial(self.read, missing)))
+            reading = asyncio.ensure_future(self.thread(functools.partial(self._read, missing)))
             try:
                 while not reading.done():
                     if (left := self._progress + self._deadline - time.monotonic()) <= 0:
@@ -262,46 +250,53 @@ class LookAhead:
                     await asyncio.wait([reading], timeout=left)
             finally:
                 reading.cancel()
-            with plugin_errors(f"{self.who}: it"):
-                await self._add(reading.result())
+            await self._add(reading.result())
 
-    def _fields(self, rows: Iterable[tuple[int, int, Any]]) -> list[tuple[int, int, Any, dict[str, Any]]]:
-        """Return rows with their fields.  Raises ConfigError if the first lack a field that is named."""
-        made = [(nth, place, row, self.reader.fields(row, self.origin(place))) for nth, place, row in rows]
+    def _read(self, n: int) -> list[Read]:
+        """Read up to ``n`` of the next rows; called on the thread.
+
+        Raises ConfigError if the first rows lack a field that is named.
+        """
+        if self._resumed:
+            self.prove()
+            self._resumed = False
+        found, until = [self.read()], time.monotonic() + PART
+        while len(found) < n and time.monotonic() < until:
+            found.append(self.read())
         if not self._named:
             self._named = True
-            self.reader.check_named([row for _, _, row, _ in made])
-        return made
+            self.reader.check_named([each.row for each in found])
+        return found
 
-    async def _add(self, part: Part) -> None:
+    async def _add(self, found: Sequence[Read]) -> None:
         """Convert rows, and add their prompts to the look-ahead."""
-        rows = [(row, fields, self.origin(place)) for _, place, row, fields in part.rows]
+        rows = [(each.row, each.fields, each.place) for each in found]
         prompts = await converted(self.reader, self._convert, rows)
-        self.kept(part)
-        for (number, place, row, _), prompt in zip(part.rows, prompts, strict=True):
-            packed(plain(prompt), f"{self.who}, row {place + 1}")
-            self._check_id(prompt, row, number, place)
+        for each, prompt in zip(found, prompts, strict=True):
+            if each.proof is not None:
+                self._since.append(each.proof)
+            packed(plain(prompt), f"{self.who}, row {each.place + 1}")
+            self._check_id(prompt, each)
             if self.fits(prompt):
-                self._ahead.append(Ahead(number, place, prompt))
+                self._ahead.append((each.number, prompt))
                 self._progress = time.monotonic()
             else:
                 self.left_out += 1
 
-    def _check_id(self, prompt: Prompt, row: Any, number: int, place: int) -> None:
+    def _check_id(self, prompt: Prompt, read: Read) -> None:
         """Raise PluginError if an id repeats among the prompts in use; warn about others."""
-        epoch = self.epoch_of(number)
         if self.options.repeats:
             return
         id, hint = prompt.id, ""
-        if (readers := self.readers()) and id == str(self.origin(place)):  # the row brings no id
-            id = " ".join(digest for digest, _ in fingerprint(row).values())
-        if readers:
+        if readers := self.readers():
+            if id == str(read.place):  # the row brings no id
+                id = " ".join(digest for digest, _ in fingerprint(read.row).values())
             hint = (
                 f" Its data set is an iterable, which each of its {readers} workers reads whole: divide it "
                 "by torch.utils.data.get_worker_info(), or set num_workers to 0."
             )
         near = self._wanted + self.slots
-        if warning := self._ids.add(id, epoch, number, near=near, hint=hint):
+        if warning := self._ids.add(id, read.epoch, read.number, near=near, hint=hint):
             self.warn(f"repeated_ids/{self.task}", warning)
 
     def _late(self) -> PluginError:
@@ -321,17 +316,14 @@ class LookAhead:
                 "sampler that takes more than it returns says so with looks_at"
             )
         taken = [self._ahead.popleft() for _ in range(n)]
-        for each in taken:
-            self._recent[each.prompt.id] = each.place
+        for number, prompt in taken:
+            self.rows = number + 1
+            self._recent[prompt.id] = number
             if len(self._recent) > RECENT:
                 self._recent.popitem(last=False)
-        if taken:
-            self.rows = taken[-1].row + 1
-            self.forget()
-        return [each.prompt for each in taken]
-
-    def forget(self) -> None:
-        """Drop what no later checkpoint needs."""
+        if passed := [mark.row for _, mark in self._since if mark.row <= self.rows - PROVED]:
+            del self._since[: passed[-1] - passed[0]]
+        return [prompt for _, prompt in taken]
 
     def place(self, prompt: Prompt) -> int:
         """Return the place of a prompt that was taken.  Raises PluginError for a stream."""
@@ -385,11 +377,10 @@ class LookAhead:
                 "start a new run"
             )
         self.rows = state["rows"]
-        self._unfinished = {
-            slot: Prompt(**given, environment=self.task) for slot, given in state["unfinished"].items()
-        }
+        self._unfinished = {slot: Prompt(**given) for slot, given in state["unfinished"].items()}
         self._ahead.clear()
         self._ids = Ids(self.who)  # rows that were read before are read again
+        self._resumed = True
         try:
             self._restore(state["position"])
         except (KeyError, TypeError, ValueError) as error:
@@ -398,10 +389,14 @@ class LookAhead:
                 f"({describe(error)}); resume with what the run was started with, or start a new run"
             ) from error
 
-    def _position(self) -> Any:
-        raise NotImplementedError
+    def _position(self) -> dict[str, Any]:
+        """Return the state before the last rows that were taken, and their fingerprints."""
+        mark = self._since[0][1] if self._since else Mark(self.rows, 0, 0)
+        since = [each for each, _ in self._since[: self.rows - mark.row]]
+        return {"mark": asdict(mark, recurse=False), "since": since}
 
-    def _restore(self, position: Any) -> None:
+    def _restore(self, position: Mapping[str, Any]) -> None:
+        """Set what ``prove`` continues from."""
         raise NotImplementedError
 
 
@@ -429,82 +424,63 @@ class StreamLoader(LookAhead):
         **waiting: Any,
     ) -> None:
         super().__init__(task, name, options, **waiting)
-        self._make, self._first = make, first
-        self.without = set(without)
-        self._stream = Stream(self._made, self.who)
-        self._marks: deque[Mark] = deque()
-        self._since: deque[Fingerprint] = deque()
-        """Fingerprints of the rows since the first mark."""
-        self._behind: Mark | None = None
+        self._make, self.without = make, set(without)
+        self._stream = Stream(make, self.who, exact=self.exact)
+        self._stream.source = first
+        self._behind = Mark(0, 0, 0)
+        """The state behind the prompts read ahead that are not proved."""
+        self._newest: Mark | None = None
+        """The newest state that a checkpoint may hold."""
         self._beginnings = Beginnings()
         self._said = time.monotonic()
         """Last time when counted rows were reported."""
-        self._epochs: dict[int, int] = {}
-        """Epochs of the rows that were read and not yet added to the look-ahead, by number."""
-        self._resume: Saved | Mark | None = None
-        """Where a resumed run continues, until its first row is read."""
 
-    @property
-    def exact(self) -> bool:
-        return self.options.exact
+    def read(self) -> Read:
+        stream, newest = self._stream, self._newest
+        if self.exact and (newest is None or stream.row >= newest.row + EVERY):
+            newest = self._newest = stream.mark(counts=bool(loses_state(stream.source)))
+        number, row = stream.row, stream.next()
+        if not number:
+            stream.mark(counts=False)  # a state that no checkpoint can hold is an error now
+        return Read(
+            number=number,
+            epoch=stream.epoch,
+            place=number,
+            row=row,
+            fields=self.reader.fields(row, number),
+            proof=(fingerprint(row, self.without), newest) if newest else None,
+        )
 
-    def _made(self) -> Any:
-        given, self._first = self._first, None
-        return readable(self._make() if given is None else given, self.who, exact=self.exact)
+    def _read(self, n: int) -> list[Read]:
+        found = super()._read(n)
+        if not self.exact:
+            found[-1] = evolve(found[-1], behind=self._stream.mark(counts=False))
+        return found
 
-    def read(self, n: int) -> Part:
-        if (resume := self._resume) is not None:
-            return self._again(resume)
-        stream, marks = self._stream, list[Mark]()
-        rows, since = list[tuple[int, int, Any]](), list[Fingerprint]()
-        until = time.monotonic() + PART
-        while len(rows) < n and (not rows or time.monotonic() < until):
-            if self.exact and stream.row % EVERY == 0:
-                marks.append(stream.mark(counts=self._counts()))
-            number, row = stream.row, stream.next()
-            self._epochs[number] = stream.epoch
-            if not number:
-                stream.mark(counts=False)  # a state that no checkpoint can hold is an error now
-            rows.append((number, number, row))
-            if self.exact:
-                since.append(fingerprint(row, self.without))
-        behind = None if self.exact else stream.mark(counts=False)
-        return Part(rows=self._fields(rows), since=since, marks=marks, behind=behind)
-
-    def epoch_of(self, row: int) -> int:
-        return self._epochs.pop(row, self._stream.epoch)
-
-    def readers(self) -> int:
-        return readers_of(self._stream.source)
-
-    def _counts(self) -> bool:
-        """Return whether a resumed run has to count the rows, since the state of the stream lacks some."""
-        return self._stream.source is not None and bool(loses_state(self._stream.source))
-
-    def _again(self, resume: Saved | Mark) -> Part:
-        """Continue behind the rows of a checkpoint.  Raises ConfigError."""
-        self._resume = None
-        if isinstance(resume, Mark):
-            self._stream.restore(resume)
-            return Part(rows=[], since=[], behind=resume)
-        rows, mark = resumed(self._stream, resume, progress=self._counted), resume.mark
-        since: list[Fingerprint] = [fingerprint(row, self.without) for row, _ in rows]
-        ahead = list[tuple[int, int, Any]]()
-        for number, (row, epoch) in enumerate(rows, mark.row):
-            if number >= self.rows:
-                ahead.append((number, number, row))
-                self._epochs[number] = epoch
-        return Part(rows=self._fields(ahead), since=since, marks=[mark], again=True)
-
-    def _compare_epochs(self, part: Part) -> None:
-        """Warn if the second epoch begins as the first did."""
-        for (number, *_), row in zip(part.rows, part.since, strict=False):
-            if self._beginnings.repeated(self._epochs[number], row):
+    async def _add(self, found: Sequence[Read]) -> None:
+        await super()._add(found)
+        self._behind = found[-1].behind or self._behind
+        for each in found:
+            if each.proof is not None and self._beginnings.repeated(each.epoch, each.proof[0]):
                 self.warn(
                     f"same_order/{self.task}",
                     f"{self.who}: it gives its rows in the same order in each epoch; let it shuffle anew in "
                     "set_epoch(epoch), or return rows with a length, which the core shuffles",
                 )
+
+    def prove(self) -> None:
+        if not self._since:
+            self._stream.restore(self._behind)
+            return
+        rows, mark = [each for each, _ in self._since], self._since[0][1]
+        resume(self._stream, mark, rows, self.without, proves=self.exact, progress=self._counted)
+        if self.exact:
+            self._newest = mark
+        else:
+            self._since, self._behind = [], self._stream.mark(counts=False)
+
+    def readers(self) -> int:
+        return readers_of(self._stream.source)
 
     def _counted(self, read: int, wanted: int) -> None:
         """Report rows that are counted: the deadline of a prompt is that of a row meanwhile."""
@@ -514,45 +490,21 @@ class StreamLoader(LookAhead):
             self._said = now
             self.status(f"{self.who}: counting its rows: {read:,} of {wanted:,}")
 
-    def kept(self, part: Part) -> None:
-        if part.again:
-            self._marks.clear()
-            self._since.clear()
-        else:
-            self._compare_epochs(part)
-        self._marks += part.marks
-        self._since += part.since
-        self._behind = part.behind or self._behind
+    def _position(self) -> dict[str, Any]:
+        if self._since and self.rows > self._since[0][1].row:
+            return {**super()._position(), "without": sorted(self.without)}
+        behind = self._behind
+        ahead = [[number, plain(prompt)] for number, prompt in self._ahead if number < behind.row]
+        return {"ahead": ahead, "behind": asdict(behind, recurse=False)}
 
-    def forget(self) -> None:
-        while len(self._marks) > 2 and self._marks[2].row <= self.rows:
-            first = self._marks.popleft()
-            for _ in range(self._marks[0].row - first.row):
-                self._since.popleft()
-
-    def _position(self) -> Any:
-        if self._resume is not None:  # nothing was read since the run was resumed
-            return self._saved(self._resume)
-        if not self.exact:
-            return self._saved(self._behind or Mark(0, 0, 0))
-        mark = self._marks[0] if self._marks else Mark(0, 0, 0)
-        return self._saved(Saved(mark, list(self._since), sorted(self.without)))
-
-    def _saved(self, where: Saved | Mark) -> Any:
-        if isinstance(where, Mark):
-            ahead = [[each.row, each.place, plain(each.prompt)] for each in self._ahead]
-            return {"ahead": ahead, "behind": asdict(where, recurse=False)}
-        return {"mark": asdict(where.mark, recurse=False), "since": where.since, "without": where.without}
-
-    def _restore(self, position: Any) -> None:
-        self._stream = Stream(self._made, self.who)
+    def _restore(self, position: Mapping[str, Any]) -> None:
+        self._stream, self._newest = Stream(self._make, self.who, exact=self.exact), None
         if "behind" in position:
-            self._resume = Mark(**position["behind"])
-            for row, place, given in position["ahead"]:
-                self._ahead.append(Ahead(row, place, Prompt(**given, environment=self.task)))
+            self._behind = Mark(**position["behind"])
+            self._ahead.extend((number, Prompt(**given)) for number, given in position["ahead"])
         else:
-            self._resume = saved = Saved(**{**position, "mark": Mark(**position["mark"])})
-            self.without = set(saved.without)
+            self.without, mark = set(position["without"]), Mark(**position["mark"])
+            self._since = [(each, mark) for each in position["since"]]
 
 
 class IndexedLoader(LookAhead):
@@ -579,30 +531,21 @@ class IndexedLoader(LookAhead):
         **waiting: Any,
     ) -> None:
         super().__init__(task, name, options or RowOptions(), **waiting)
-        self._rows, self._seed, self.at_hand = rows, seed, at_hand
-        self._number: int | None = None
-        self.read_rows: ReadRows | None = None
-        """All rows, if they have been read before the run."""
+        self.data, self._seed, self.at_hand = rows, seed, at_hand
         self._read_until = 0
         """Number of the next row to read ahead."""
-        self._since: deque[tuple[int, Fingerprint]] = deque()
-        """Fingerprints of the last rows before the next one, and of those read ahead, with their numbers."""
-        self._proof: list[tuple[int, Fingerprint]] = []
-        """Rows of a checkpoint that are still to be compared."""
-
-    def __len__(self) -> int:
-        """Number of rows in an epoch; first used on the thread of the rows."""
-        if self._number is None:
-            self._number = len(self._rows)
-        return self._number
-
-    @property
-    def size(self) -> int | None:
-        return len(self)
 
     @functools.cached_property
-    def _order(self) -> ShuffledOrder:
-        return ShuffledOrder(len(self), seed=self._seed, task=self.task)
+    def size(self) -> int:
+        """Number of rows in an epoch; first used on the thread of the rows."""
+        return len(self.data)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def _index(self, number: int) -> int:
+        """Return the index of the row with a number, counted from the first epoch."""
+        return shuffled(number, len(self), f"{self._seed}/{self.task}")
 
     # ------------------------------------------------------------------------------ drawing
 
@@ -614,8 +557,7 @@ class IndexedLoader(LookAhead):
                 f"task {self.task!r}: its environment has no training prompts; expected at least one"
             )
         while len(self._ahead) < n:
-            place = self._order[self._read_until]
-            self._ahead.append(Ahead(self._read_until, place, self._rows[place]))
+            self._ahead.append((self._read_until, self.data[self._index(self._read_until)]))
             self._read_until += 1
         return True
 
@@ -626,7 +568,7 @@ class IndexedLoader(LookAhead):
 
     def place(self, prompt: Prompt) -> int:
         """Return the place, in the task's data, of a prompt that was taken."""
-        return self._recent[prompt.id]
+        return self._index(self._recent[prompt.id])
 
     def skip(self, prompt: Prompt, reason: str) -> None:
         """Leave a prompt that was taken out of this epoch; the caller that draws prompts records it."""
@@ -635,7 +577,7 @@ class IndexedLoader(LookAhead):
         if not self.at_hand:
             return super().prompt(id, slot)
         try:
-            return self._rows[self._index_of[id]]  # type: ignore[no-any-return]
+            return self.data[self._index_of[id]]  # type: ignore[no-any-return]
         except KeyError:
             raise CheckpointError(
                 f"task {self.task!r}: the checkpoint mentions prompt {id!r}, which is not among the "
@@ -643,38 +585,28 @@ class IndexedLoader(LookAhead):
                 "options that the run was started with"
             ) from None
 
-    def read(self, n: int) -> Part:
-        if self._proof:
-            self._prove(self._proof)
-            self._proof = []
-        rows: list[tuple[int, int, Any]] = []
-        until = time.monotonic() + PART
-        while len(rows) < n and (not rows or time.monotonic() < until):
-            place = self._order[self._read_until]
-            rows.append((self._read_until, place, self._rows[place]))
-            self._read_until += 1
-        proving = [] if self._known else rows
-        since: list[Fingerprint] = [fingerprint(row) for _, _, row in proving]
-        return Part(rows=self._fields(rows), since=since)
+    def read(self) -> Read:
+        number = self._read_until
+        index = self._index(number)
+        row, place = self.data[index], index
+        if isinstance(self.data, ReadRows):
+            place = self.data.places[index]
+        self._read_until += 1
+        return Read(
+            number=number,
+            epoch=number // len(self),
+            place=place,
+            row=row,
+            fields=self.reader.fields(row, place),
+            proof=None if self._known else (fingerprint(row), Mark(number, 0, 0)),
+        )
 
-    def epoch_of(self, row: int) -> int:
-        return row // len(self)
-
-    def origin(self, place: int) -> int:
-        return int(self._rows.places[place]) if isinstance(self._rows, RawRows) else place
-
-    def _prove(self, proof: Sequence[tuple[int, Fingerprint]]) -> None:
-        """Raise ConfigError unless rows are those of the checkpoint."""
-        found = [fingerprint(self._rows[self._order[number]]) for number, _ in proof]
-        if (differs := difference([each for _, each in proof], found, proof[0][0])) is not None:
-            raise refusal(self.who, self._rows, differs)
-
-    def kept(self, part: Part) -> None:
-        self._since += [(row[0], each) for row, each in zip(part.rows, part.since, strict=False)]
-
-    def forget(self) -> None:
-        while self._since and self._since[0][0] < self.rows - PROVED:
-            self._since.popleft()
+    def prove(self) -> None:
+        first = self.rows - len(self._since)
+        found = [fingerprint(self.data[self._index(number)]) for number in range(first, self.rows)]
+        differs = difference([each for each, _ in self._since], found, first)
+        if differs is not None and self.exact:
+            raise refusal(self.who, self.data, differs)
 
     # ------------------------------------------------------------------------------ checkpoints
 
@@ -682,41 +614,40 @@ class IndexedLoader(LookAhead):
         """Return the position; prompts at hand that are unfinished are found again by their ids."""
         return super().state_dict(NO_PROMPTS if self.at_hand else unfinished)
 
-    def _position(self) -> Any:
-        return {**self._source, "since": [list(each) for each in self._proof or self._since]}
+    def _position(self) -> dict[str, Any]:
+        return {**super()._position(), **self._source}
 
-    def _restore(self, position: Any) -> None:
-        self._compare(position)
-        self._read_until = self.rows
-        self._proof = [(number, each) for number, each in position["since"]]
-
-    def _compare(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError for the state of other prompts or another seed."""
+    def _restore(self, position: Mapping[str, Any]) -> None:
         for key, expected in self._source.items():
-            if state.get(key) != expected:
+            if position.get(key) != expected:
                 raise CheckpointError(
                     f"task {self.task!r}: its prompts differ from the checkpoint's ({key} is "
-                    f"{expected!r}, in the checkpoint {state.get(key)!r}); resume with the environment, the "
-                    "options and the seed that the run was started with, or start a new run"
+                    f"{expected!r}, in the checkpoint {position.get(key)!r}); resume with the environment, "
+                    "the options and the seed that the run was started with, or start a new run"
                 )
+        self._since = [
+            (each, Mark(number, 0, 0))
+            for number, each in enumerate(position["since"], position["mark"]["row"])
+        ]
+        self._read_until = self.rows
 
     @property
     def _known(self) -> str:
         """The hash of all rows, if it is known."""
-        return str(getattr(self._rows, "fingerprint", ""))
+        return str(getattr(self.data, "fingerprint", ""))
 
     @functools.cached_property
     def _index_of(self) -> dict[str, int]:
-        return {prompt.id: index for index, prompt in enumerate(self._rows)}
+        return {prompt.id: index for index, prompt in enumerate(self.data)}
 
     @functools.cached_property
     def _source(self) -> dict[str, Any]:
         """Values that determine the rows; answers may be corrected, so they are left out."""
-        kind = type(self._rows)
+        kind = type(self.data)
         lazy = "" if self.at_hand else f"{kind.__module__}.{kind.__qualname__}"
         return {
             "prompts": len(self),
-            "fingerprint": self._known or lazy or hash_of(self._rows),
+            "fingerprint": self._known or lazy or hash_of(self.data),
             "seed": self._seed,
         }
 

@@ -66,18 +66,11 @@ def some(n: int, wanted: int, key: str) -> Sequence[int]:
     return sorted(order[place] for place in range(wanted))
 
 
-class ShuffledOrder:
-    """The places of an endless sequence of epochs over ``n`` rows, each in another order."""
+def shuffled(number: int, n: int, key: str) -> int:
+    """Return the place of a row in an endless sequence of epochs over ``n`` rows, each in another order.
 
-    def __init__(self, n: int, *, seed: int, task: str) -> None:
-        self._n = n
-        self._key = f"{seed}/{task}"
-        self._epoch = -1
-        self._order: Permutation | None = None
-
-    def __getitem__(self, number: int) -> int:
-        """Return the place of the row with a number, counted from the first epoch."""
-        epoch, position = divmod(number, self._n)
-        if self._order is None or epoch != self._epoch:
-            self._epoch, self._order = epoch, Permutation(self._n, f"{self._key}/{epoch}")
-        return self._order[position]
+    Args:
+        number: of the row, counted from the first epoch.
+    """
+    epoch, position = divmod(number, n)
+    return Permutation(n, f"{key}/{epoch}")[position]

@@ -12,17 +12,17 @@ import re
 import sys
 import warnings
 from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
-from attrs import evolve, fields_dict, frozen
+from attrs import asdict, evolve, fields_dict, frozen
 
 from grpo_core.config import RowOptions, structured
 from grpo_core.contracts.errors import ConfigError, PluginError
 from grpo_core.contracts.records import Message, Prompt
 from grpo_core.contracts.unicode import lone_surrogate, unreadable
-from grpo_core.data.files import is_file, is_null
+from grpo_core.data.files import Ranges, is_file, is_null
 from grpo_core.data.positions import columns_of
 from grpo_core.data.prompts import digest, exact_digest, size
 from grpo_core.data.workers import prepare_workers
@@ -56,6 +56,9 @@ class RowReader:
 
     def __init__(self, task: str, who: str, options: RowOptions) -> None:
         self.task, self.who, self.options = task, who, options
+        names = {key: getattr(options, key) for key in NAMED}
+        self.named = {key: name for key, name in names.items() if name != getattr(RowOptions(), key)}
+        """Fields that the configuration names."""
 
     def fields(self, row: Any, place: int) -> dict[str, Any]:
         """Return what ``Environment.prompt`` receives for a row: its columns, and the three named fields.
@@ -74,8 +77,10 @@ class RowReader:
         if options.template:
             text = self._filled("template", options.template, columns, place)
             messages = self._messages(text, "template", place)
-        elif (field := self._field(columns, place)) is not None:
+        elif (field := self._prompt_field(columns)) is not None:
             messages = self._messages(columns[field], field, place)
+        elif options.prompt:
+            raise self.unseen("prompt", columns, self._place(place))
         else:
             messages = None
         if options.answer_template:
@@ -102,20 +107,15 @@ class RowReader:
                 f"{self._place(place)}: has no field {' or '.join(map(repr, PROMPT_FIELDS))}, only "
                 f"{columns}; data_options.prompt names the field of the prompt"
             )
-        if isinstance(row, Prompt):
-            info = row.info
-        else:
-            used = {self.options.answer, self.options.id, self._prompt_field(row)}
-            info = {
-                name: value
-                for name, value in ({} if isinstance(row, str) else row).items()
-                if name not in used and not is_null(value)
-            }
         id, messages = fields["id"], fields["prompt"]
         if surrogate := lone_surrogate([id, messages]):
             raise ConfigError(f"{self._place(place)}: prompt {id!r} {unreadable(surrogate)}")
-        made = Prompt(messages=messages, answer=fields["answer"], id=id, environment=self.task, info=info)
-        return evolve(made, hint=row.hint) if isinstance(row, Prompt) else made
+        if isinstance(row, Prompt):
+            return evolve(row, messages=messages, id=id, environment=self.task)
+        used = {self.options.answer, self.options.id, self._prompt_field(row)}
+        columns = {} if isinstance(row, str) else row
+        info = {name: each for name, each in columns.items() if name not in used and not is_null(each)}
+        return Prompt(messages=messages, answer=fields["answer"], id=id, environment=self.task, info=info)
 
     def check_named(self, rows: Sequence[Any]) -> None:
         """Raise ConfigError if a field that the options name is in none of these rows.
@@ -123,20 +123,23 @@ class RowReader:
         A field that is named by nobody is guessed for the prompt only if the answer is there as well.
         """
         tables = [row for row in rows if isinstance(row, Mapping)]
-        usual, columns = RowOptions(), dict.fromkeys(str(name) for row in tables for name in row)
-        for key in NAMED:
-            name = getattr(self.options, key)
-            if tables and name and name != getattr(usual, key) and name not in columns:
-                raise ConfigError(
-                    f"{self.who}: no row has {name!r}, which data_options.{key} names; columns: "
-                    f"{', '.join(columns)}"
-                )
+        columns = dict.fromkeys(str(name) for row in tables for name in row)
+        for key, name in self.named.items():
+            if tables and name and name not in columns:
+                raise self.unseen(key, columns)
         guessed = not self.options.prompt and self._prompt_field(columns) == GUESSED
         if guessed and not self.options.answer_template and self.options.answer not in columns:
             raise ConfigError(
                 f"{self.who}: no row has {self.options.answer!r}; columns: {', '.join(columns)}. Name them, "
                 f'as in data_options = {{ prompt = "{GUESSED}", answer = "{list(columns)[-1]}" }}'
             )
+
+    def unseen(self, key: str, columns: Iterable[Any], where: str = "") -> ConfigError:
+        """Return the error for a field that the configuration names and that has no value."""
+        return ConfigError(
+            f"{where or self.who}: no row has a value in {self.named[key]!r}, which data_options.{key} "
+            f"names; columns: {', '.join(map(str, columns))}"
+        )
 
     def _columns(self, row: Any, place: int) -> Mapping[str, Any]:
         if isinstance(row, Mapping):
@@ -155,16 +158,6 @@ class RowReader:
         wanted = (self.options.prompt,) if self.options.prompt else PROMPT_FIELDS
         there = [name for name in wanted if name in columns] if isinstance(columns, Mapping) else []
         return next((name for name in there if not is_null(columns[name])), there[0] if there else None)
-
-    def _field(self, columns: Mapping[str, Any], place: int) -> str | None:
-        """Return the field of the prompt.  Raises ConfigError if the options name one that is not there."""
-        field = self._prompt_field(columns)
-        if field is None and (named := self.options.prompt):
-            raise ConfigError(
-                f"{self._place(place)}: no row has {named!r}, which data_options.prompt names; columns: "
-                f"{', '.join(map(str, columns))}"
-            )
-        return field
 
     def _messages(self, given: Any, field: str, place: int) -> tuple[Message, ...]:
         """Return the messages of a prompt's field.  Raises ConfigError if it is not a prompt."""
@@ -212,13 +205,7 @@ def missing(value: Any) -> bool:
 
 def plain(prompt: Prompt) -> dict[str, Any]:
     """Convert a prompt to values that a checkpoint can hold."""
-    return {
-        "id": prompt.id,
-        "messages": list(prompt.messages),
-        "answer": prompt.answer,
-        "info": dict(prompt.info),
-        "hint": prompt.hint,
-    }
+    return {**asdict(prompt, recurse=False), "messages": list(prompt.messages), "info": dict(prompt.info)}
 
 
 # ---------------------------------------------------------------------------------- dataloaders
@@ -231,18 +218,23 @@ def is_sized(rows: Any) -> bool:
 
 def is_at_hand(rows: Any) -> bool:
     """Return whether all rows can be read before a run begins: a list, or the rows of a file."""
-    return isinstance(rows, list | tuple) or bool(getattr(rows, "read_at_start", False))
+    return isinstance(rows, list | tuple | Ranges)
 
 
-def readable(given: Any, who: str, *, exact: bool = True) -> Any:
-    """Return rows that are read by index, or an iterable.  Raises PluginError for anything else.
+def readable(make: Callable[[], Any], who: str, *, exact: bool = True) -> Any:
+    """Make a dataloader; return rows that are read by index, an iterable, or None if it is None.
 
     Args:
-        given: a plugin's dataloader.
+        make: makes a plugin's dataloader.
         who: the dataloader, for messages.
         exact: whether its position has to be saved.
+
+    Raises PluginError for anything else.
     """
-    ignore_warnings_of_torchdata()
+    # torchdata itself makes a call of torch that warns
+    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+    if (given := make()) is None:
+        return None
     if is_of(given, "torch.utils.data", "IterableDataset"):
         from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -259,16 +251,15 @@ def readable(given: Any, who: str, *, exact: bool = True) -> Any:
         from torchdata.nodes import Loader
 
         return Loader(given, restart_on_stop_iteration=False)
-    if isinstance(given, str | bytes | Mapping):
-        raise PluginError(f"{who}: it is {given!r:.80}, of type {type(given).__name__}; expected {FORMS}")
     if hasattr(given, "iloc"):  # iterating a DataFrame gives the names of its columns
         raise PluginError(
             f"{who}: it is a {type(given).__name__}; give its rows, as in frame.to_dict('records')"
         )
-    if is_sized(given):
-        return given
-    if not hasattr(given, "__iter__"):
+    sized = is_sized(given)
+    if isinstance(given, str | bytes | Mapping) or not (sized or hasattr(given, "__iter__")):
         raise PluginError(f"{who}: it is {given!r:.80}, of type {type(given).__name__}; expected {FORMS}")
+    if sized:
+        return given
     lacking = [name for name in ("state_dict", "load_state_dict") if not hasattr(given, name)]
     if lacking and exact:
         better = (
@@ -288,11 +279,6 @@ def _needs_arguments(method: Any) -> bool:
         each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
         for each in signature.parameters.values()
     )
-
-
-def ignore_warnings_of_torchdata() -> None:
-    """Ignore the warning of a call of torch that torchdata makes itself."""
-    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
 
 
 def as_it_is(rows: Any) -> Any:
@@ -380,93 +366,71 @@ def known_of(prompts: Sequence[Prompt]) -> int:
     return prompts.known if isinstance(prompts, SomePrompts) else len(prompts)
 
 
-class ReadRows(Sequence[Prompt]):
-    """Rows that are read before the run begins, as prompts.
+class ReadRows(Sequence[Any]):
+    """Rows that are read before the run begins, as prompts; as they are if the environment makes these.
 
     Args:
         rows: the rows.
         reader: makes prompts of them.
         converts: whether the environment makes the prompts: then a row need not have one.
 
-    Raises (when it is opened):
-        ConfigError: a row is not a prompt, or an id repeats.
+    Raises ConfigError if a row is not a prompt, or an id repeats.
     """
 
     def __init__(self, rows: Sequence[Any], reader: RowReader, *, converts: bool = False) -> None:
         self._rows, self._reader, self._converts = rows, reader, converts
         self.without_answer = 0
-        """Number of rows without an answer; set by ``open``."""
-        self.fingerprint = ""
-        """Hash of all ids and messages, in order; set by ``open``."""
+        """Number of rows without an answer."""
         self.repeated = 0
-        """Number of rows that ``deduplicate`` leaves out; set by ``open``."""
+        """Number of rows that ``deduplicate`` leaves out."""
         self.digests = array("Q")
-        """Digest of each prompt's text, see ``grpo_core.data.prompts``; set by ``open``."""
+        """Digest of each prompt's text, see ``grpo_core.data.prompts``."""
         self.sizes = array("I")
-        """Upper bound of each prompt's tokens, see ``grpo_core.data.prompts``; set by ``open``."""
-        self.places: Sequence[int] = range(len(rows))
-        """Places of the rows that are kept."""
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        places = self.places[index]
-        return self._prompt(places) if isinstance(places, int) else [self._prompt(place) for place in places]
-
-    def _prompt(self, place: int) -> Prompt:
-        row = self._rows[place]
-        return self._reader.prompt(row, self._reader.fields(row, place), place)
-
-    @property
-    def raw(self) -> RawRows:
-        """The rows as the dataloader gave them."""
-        return RawRows(self._rows, self.places, self.fingerprint)
-
-    def open(self) -> None:
-        """Read every row; further calls do nothing."""
-        if self.fingerprint:
-            return
-        if not len(self._rows):
-            raise ConfigError(f"{self._reader.who} is empty; expected at least one row")
-        deduplicates, kept, hashed = self._reader.options.deduplicate, array("q"), hashlib.sha256()
+        """Upper bound of each prompt's tokens, see ``grpo_core.data.prompts``."""
+        if not len(rows):
+            raise ConfigError(f"{reader.who} is empty; expected at least one row")
+        kept, hashed = array("q"), hashlib.sha256()
         texts: set[bytes] = set()
         ids: set[int] = set()  # hashes, since five million ids would take half a GB
-        options, usual = self._reader.options, RowOptions()
-        unseen = [key for key in NAMED if getattr(options, key) != getattr(usual, key)]
-        for place, row in enumerate(self._rows):
-            fields = self._reader.fields(row, place)
-            if "prompt" in fields or not self._converts:
-                prompt = self._reader.prompt(row, fields, place)
+        unseen = reader.named
+        for place, row in enumerate(rows):
+            fields = reader.fields(row, place)
+            if "prompt" in fields or not converts:
+                prompt = reader.prompt(row, fields, place)
             else:
                 prompt = Prompt(messages=(), id=fields["id"])
-            if deduplicates:
+            if reader.options.deduplicate:
                 if (exact := exact_digest(prompt)) in texts:
                     self.repeated += 1
                     continue
                 texts.add(exact)
             text = digest(prompt)
             self._check_id(prompt.id, place, ids, kept)
-            unseen = [key for key in unseen if missing(columns_of(row).get(getattr(options, key)))]
+            unseen = {key: name for key, name in unseen.items() if missing(columns_of(row).get(name))}
             kept.append(place)
             self.digests.append(text)
             self.sizes.append(size(prompt))
             self.without_answer += missing(prompt.answer)
             hashed.update(f"{prompt.id!r} {text};".encode())
-        self.places = kept if self.repeated else self.places
-        if unseen:
-            name = getattr(options, unseen[0])
-            raise ConfigError(
-                f"{self._reader.who}: no row has a value in {name!r}, which data_options.{unseen[0]} names; "
-                f"columns: {', '.join(columns_of(self._rows[0]))}"
-            )
-        if self.without_answer == len(self.places):
-            self._reader.check_named([self._rows[0]])
+        self.places: Sequence[int] = kept if self.repeated else range(len(rows))
+        """Places of the rows that are kept."""
         self.fingerprint = hashed.hexdigest()[:16]
+        """Hash of all ids and messages, in order."""
+        if unseen:
+            raise reader.unseen(next(iter(unseen)), columns_of(rows[0]))
+        if self.without_answer == len(kept):
+            reader.check_named([rows[0]])
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: Any) -> Any:
+        places = self.places[index]
+        return self._one(places) if isinstance(places, int) else [self._one(place) for place in places]
+
+    def _one(self, place: int) -> Any:
+        row = self._rows[place]
+        return row if self._converts else self._reader.prompt(row, self._reader.fields(row, place), place)
 
     def _check_id(self, id: str, place: int, ids: set[int], kept: Sequence[int]) -> None:
         """Raise ConfigError for a repeated id."""
@@ -487,20 +451,3 @@ class ReadRows(Sequence[Prompt]):
         self.sizes = array("I", (self.sizes[nth] for nth in left))
         known = f"{self.fingerprint} without {sorted(indices)}"
         self.fingerprint = hashlib.sha256(known.encode()).hexdigest()[:16]
-
-
-class RawRows(Sequence[Any]):
-    """Rows as the dataloader gave them, of those that are kept."""
-
-    def __init__(self, rows: Sequence[Any], places: Sequence[int], fingerprint: str) -> None:
-        self._rows, self.places, self.fingerprint = rows, places, fingerprint
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, index: Any) -> Any:
-        places = self.places[index]
-        return self._rows[places] if isinstance(places, int) else [self._rows[place] for place in places]
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self._rows[place] for place in self.places)

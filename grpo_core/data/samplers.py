@@ -254,13 +254,6 @@ class PromptStream:
     passed_over: list[PromptsPassedOver] = field(init=False, factory=list)
     """Events about prompts that the sampler looked at; the code that emits them clears the list."""
     _drawn: bool = field(init=False, default=False)
-    _watched: dict[str, _WatchedLoader] = field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        looks_at = int(getattr(self.sampler, "looks_at", 0))
-        self._watched = {
-            task: _WatchedLoader(task, loader, looks_at) for task, loader in self.loaders.items()
-        }
 
     def ready(self, n: int, changed: Callable[[], None]) -> bool:
         """Return whether each loader has the prompts for a request of ``n``: all may come from one.
@@ -278,12 +271,12 @@ class PromptStream:
         Raises PluginError if the sampler breaks its contract: see ``checked_sample``, and a prompt that it
         takes from a loader and does not return would never be trained.
         """
-        for loader in self._watched.values():
-            loader.begin()
-        prompts = checked_sample(self.sampler, self.name, self._watched, request)
-        self.passed_over += [event for loader in self._watched.values() for event in loader.events()]
-        lost = _ids(prompt for loader in self._watched.values() for prompt in loader.drawn) - _ids(prompts)
-        if lost:
+        looks_at = int(getattr(self.sampler, "looks_at", 0))
+        watched = {task: _WatchedLoader(task, loader, looks_at) for task, loader in self.loaders.items()}
+        prompts = checked_sample(self.sampler, self.name, watched, request)
+        self.passed_over += [event for loader in watched.values() for event in loader.events()]
+        drawn = [prompt for loader in watched.values() for prompt in loader.drawn]
+        if lost := _ids(drawn) - _ids(prompts):
             (task, name), *more = lost
             others = f" and {len(more)} others" if more else ""
             raise PluginError(
@@ -293,7 +286,7 @@ class PromptStream:
         if not self._drawn:
             self._drawn = True
             self.state_dict()  # a state that cannot be saved is an error now, and not at the first checkpoint
-        known = {id(prompt) for loader in self._watched.values() for prompt in loader.drawn}
+        known = set(map(id, drawn))
         return [
             prompt if id(prompt) in known else readable(prompt, f"sampler {self.name!r}")
             for prompt in prompts
@@ -323,23 +316,18 @@ class PromptStream:
         load_plugin_state(self.sampler, f"sampler {self.name!r}", state)
 
 
+@define(eq=False)
 class _WatchedLoader:
-    """A loader that remembers what was taken and skipped.
+    """The loader of a request, which remembers what was taken and skipped."""
 
-    Args:
-        looks_at: whether the sampler skips prompts: then what it took is an event.
-    """
-
-    def __init__(self, task: str, loader: Loader, looks_at: int) -> None:
-        self._task, self._loader, self._looks_at = task, loader, looks_at
-        self.drawn: list[Prompt] = []
-        """Prompts that were taken and not skipped, since the last request."""
-        self._taken: list[Prompt] = []
-        self._skipped: list[tuple[int, str]] = []
-
-    def begin(self) -> None:
-        """Forget the request before."""
-        self.drawn, self._taken, self._skipped = [], [], []
+    _task: str
+    _loader: Loader
+    _looks_at: int
+    """Whether the sampler skips prompts: then what it took is an event."""
+    drawn: list[Prompt] = field(init=False, factory=list)
+    """Prompts that were taken and not skipped."""
+    _taken: list[Prompt] = field(init=False, factory=list)
+    _skipped: list[tuple[int, str]] = field(init=False, factory=list)
 
     def take(self, n: int) -> list[Prompt]:
         prompts = self._loader.take(n)
@@ -359,7 +347,7 @@ class _WatchedLoader:
         self._loader.skip(prompt, reason)
 
     def events(self) -> Iterator[PromptsPassedOver]:
-        """Yield what the sampler looked at since the last request."""
+        """Yield what the sampler looked at."""
         if self._taken:
             yield PromptsPassedOver(
                 task=self._task,
@@ -372,10 +360,8 @@ class _WatchedLoader:
     def __len__(self) -> int:
         return len(self._loader)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # a copy is asked for them before it has a loader
-            raise AttributeError(name)
-        return getattr(self._loader, name)
+    def place(self, prompt: Prompt) -> int:
+        return self._loader.place(prompt)
 
 
 def _ids(prompts: Iterable[Prompt]) -> Counter[tuple[str, str]]:

@@ -20,7 +20,7 @@ from attrs import evolve, frozen
 from grpo_core.contracts.errors import CheckpointError, ConfigError, PluginError, describe, plugin_errors
 from grpo_core.contracts.typed import Count
 from grpo_core.data.positions import Difference, Fingerprint, difference, fingerprint, varying
-from grpo_core.data.rows import ignore_warnings_of_torchdata, is_of, readable
+from grpo_core.data.rows import is_of, readable
 from grpo_core.data.states import packed, unpacked
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.installed import PluginSelection
@@ -67,10 +67,11 @@ class Stream:
     Args:
         make: makes the stream.
         who: the dataloader, for messages.
+        exact: whether its position has to be saved.
     """
 
-    def __init__(self, make: Callable[[], Any], who: str) -> None:
-        self._make, self.who = make, who
+    def __init__(self, make: Callable[[], Any], who: str, *, exact: bool = True) -> None:
+        self._make, self.who, self._exact = make, who, exact
         self.source: Any = None
         """The dataloader; None until it is made."""
         self._iterator: Iterator[Any] | None = None
@@ -83,27 +84,24 @@ class Stream:
         """
         while True:
             with plugin_errors(f"{self.who}: it"):  # also StopIteration, which is the end of next() alone
-                if self.source is None:
-                    self.source = self._make()
-                    _set_epoch(self.source, self.epoch)
                 if self._iterator is None:
+                    self._begin()
                     self._iterator = iter(self.source)
-                if (row := next(self._iterator, _END)) is _END:
-                    self._end_epoch()
-                    continue
-            self.row, self._of_epoch = self.row + 1, self._of_epoch + 1
-            return row
+                if (row := next(self._iterator, _END)) is not _END:
+                    break
+            if not self._of_epoch:
+                raise ExhaustedError(self.who, self.row)
+            if self._iterator is self.source:  # it is read once
+                self.source = None
+            self.epoch, self._of_epoch, self._iterator = self.epoch + 1, 0, None
+        self.row, self._of_epoch = self.row + 1, self._of_epoch + 1
+        return row
 
-    def _end_epoch(self) -> None:
-        if not self._of_epoch:
-            raise ExhaustedError(self.who, self.row)
-        self.epoch, self._of_epoch = self.epoch + 1, 0
-        once = self._iterator is self.source
-        self._iterator = None
-        if once:
-            self.source = None
-        else:
-            _set_epoch(self.source, self.epoch)
+    def _begin(self) -> None:
+        """Begin an epoch of the stream, which is made if it is not there."""
+        if self.source is None:
+            self.source = readable(self._make, self.who, exact=self._exact)
+        _set_epoch(self.source, self.epoch)
 
     def mark(self, *, counts: bool) -> Mark:
         """Return the state before the next row; ``counts`` if rows are counted instead."""
@@ -113,13 +111,14 @@ class Stream:
 
     def restore(self, mark: Mark) -> None:
         """Continue from a mark by its state.  Raises CheckpointError if the stream does not accept it."""
-        self.source, self._iterator = self._make(), None
-        _set_epoch(self.source, mark.epoch)
         self.row, self.epoch, self._of_epoch = mark.row, mark.epoch, mark.of_epoch
+        self.source, self._iterator = None, None
         if mark.own is None:
             return
+        self._begin()
         try:
             self.source.load_state_dict(mark.own)
+            self._iterator = iter(self.source)
         except Exception as error:
             raise CheckpointError(
                 f"{self.who} cannot continue from its state in the checkpoint: {describe(error)}"
@@ -185,30 +184,28 @@ def shuffle_buffer(given: Any) -> int:
     return largest
 
 
-@frozen
-class Saved:
-    """The mark of a checkpoint, and the fingerprints of the rows since."""
-
-    mark: Mark
-    since: list[Fingerprint]
-    without: list[str]
-    """Fields that differ each time a row is read."""
-
-    def proved(self, stream: Stream) -> tuple[list[tuple[Any, int]], Difference | None]:
-        """Read the rows since the mark again; return them with their epochs, and the first difference."""
-        rows = [(stream.next(), stream.epoch) for _ in self.since]
-        found = [fingerprint(row, self.without) for row, _ in rows]
-        return rows, difference(self.since, found, self.mark.row)
-
-
-def resumed(stream: Stream, saved: Saved, *, progress: Callable[[int, int], None]) -> list[tuple[Any, int]]:
-    """Continue a stream behind the rows of a checkpoint; return the rows since its mark, with their epochs.
+def resume(
+    stream: Stream,
+    mark: Mark,
+    since: Sequence[Fingerprint],
+    without: Collection[str],
+    *,
+    proves: bool,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Continue a stream behind the rows of a checkpoint, which are read again.
 
     The stream's own state comes first, then the number of rows of the epoch, then the number of all rows.
 
+    Args:
+        mark: state before the rows.
+        since: fingerprints of the rows.
+        without: fields that differ each time a row is read.
+        proves: whether the rows have to be those of the checkpoint.
+        progress: called with the number of rows that have been counted, and of all that are.
+
     Raises ConfigError if the rows differ from those of the checkpoint in every way.
     """
-    mark = saved.mark
     ways: list[Callable[[], None]] = []
     if mark.own is not None or not mark.row:
         ways.append(lambda: stream.restore(mark))
@@ -220,27 +217,26 @@ def resumed(stream: Stream, saved: Saved, *, progress: Callable[[int, int], None
     for way in ways:
         try:
             way()
-            rows, differs = saved.proved(stream)
+            found = [fingerprint(stream.next(), without) for _ in since]
         except (CheckpointError, PluginError) as error:
             first = first or CheckpointError(str(error))
             continue
-        if differs is None:
-            return rows
+        if (differs := difference(since, found, mark.row)) is None or not proves:
+            return
         first = first or differs
     raise refusal(stream.who, stream.source, first, ", and counting the rows from the beginning did not help")
 
 
 def refusal(who: str, given: Any, why: Difference | CheckpointError | None, tried: str = "") -> ConfigError:
     """Return the error for a dataloader that does not give the rows that it gave, after what was tried."""
-    remedy = _remedy(given)
+    told = f"does not continue: {why}"
     if isinstance(why, Difference):
-        return ConfigError(
-            f"{who} does not give the rows that it gave: row {why.row + 1} has {why.actual!r} in its field "
-            f"{why.field!r}, expected {why.expected!r}{tried}. {remedy}data_options.exact = false continues "
-            "without this proof"
+        told = (
+            f"does not give the rows that it gave: row {why.row + 1} has {why.actual!r} in its field "
+            f"{why.field!r}, expected {why.expected!r}{tried}"
         )
     return ConfigError(
-        f"{who} does not continue: {why}. {remedy}data_options.exact = false continues without this proof"
+        f"{who} {told}. {_remedy(given)}data_options.exact = false continues without this proof"
     )
 
 
@@ -266,7 +262,7 @@ ANOTHER_SEED = "4711"
 
 @frozen
 class Reading:
-    """The rows that a stream gave when it was read first."""
+    """The rows that a stream gave when it was read first, and what a second reading found."""
 
     first: Sequence[Fingerprint]
     rows: int
@@ -276,25 +272,16 @@ class Reading:
     after: Sequence[Fingerprint]
     lost: str
     """Rows or numbers that its state is known to lack, for a message."""
-
-
-@frozen
-class Tried:
-    """The result of a trial."""
-
-    without: frozenset[str]
+    without: frozenset[str] = frozenset()
     """Fields that differ each time a row is read."""
-    lost: str
-    seconds: float
-    """Seconds to read a row."""
-    rows: int | None = None
+    ends: int | None = None
     """Number of its rows if it cannot be read twice."""
 
 
-def read(make: Callable[[], Any], who: str, most: int = MORE) -> Reading:
-    """Read the rows of a stream for a while, up to ``most`` of them and ``AFTER`` more."""
-    ignore_warnings_of_torchdata()
-    stream, began = Stream(lambda: readable(make(), who), who), time.monotonic()
+def read(make: Callable[[], Any], who: str, ends: int | None = None) -> Reading:
+    """Read the rows of a stream for a while, and ``AFTER`` more; ``ends``: the number of all, if it ends."""
+    stream, began = Stream(make, who), time.monotonic()
+    most = MORE if ends is None else max(0, ends - AFTER)
     first: list[Fingerprint] = []
     while stream.row < min(ROWS, most) or (stream.row < most and time.monotonic() - began < MORE_SECONDS):
         if stream.row and time.monotonic() - began > SECONDS:
@@ -304,43 +291,37 @@ def read(make: Callable[[], Any], who: str, most: int = MORE) -> Reading:
             first.append(fingerprint(row))
     seconds = time.monotonic() - began
     rows, mark, lost = stream.row, stream.mark(counts=False), loses_state(stream.source)
-    after = [fingerprint(stream.next()) for _ in range(AFTER)]
-    return Reading(first, rows, seconds, mark, after, lost)
+    after = [fingerprint(stream.next()) for _ in range(AFTER if ends is None else min(AFTER, ends))]
+    return Reading(first, rows, seconds, mark, after, lost, ends=ends)
 
 
-def compare(reading: Reading, make: Callable[[], Any], who: str) -> Tried:
+def compare(reading: Reading, make: Callable[[], Any], who: str) -> Reading:
     """Read the same rows again: from the beginning, and behind the restored state.
 
     Raises ConfigError if they differ.
     """
-    ignore_warnings_of_torchdata()
-    stream = Stream(lambda: readable(make(), who), who)
+    stream = Stream(make, who)
     first = [fingerprint(stream.next()) for _ in reading.first]
     without = varying(reading.first, first)
-    kept = [{name: each[name] for name in each if name not in without} for each in reading.first]
-    known = len({repr(sorted(each.items())) for each in kept if each})
-    if without and 2 * known < len({repr(sorted(each.items())) for each in reading.first}):
+
+    def kept(rows: Sequence[Fingerprint]) -> list[Fingerprint]:
+        return [{name: each[name] for name in each if name not in without} for each in rows]
+
+    known, every = ({repr(sorted(each.items())) for each in rows if each} for rows in (kept(first), first))
+    if without and 2 * len(known) < len(every):
         refused = refusal(who, stream.source, difference(reading.first, first))
         raise ConfigError(f"{refused} (its first {len(first)} rows were read twice)")
     if not reading.lost:
-        _restore(reading, Stream(lambda: readable(make(), who), who), without)
-    return Tried(frozenset(without), reading.lost, reading.seconds / reading.rows)
-
-
-def _restore(reading: Reading, stream: Stream, without: Collection[str]) -> None:
-    """Read on behind the restored state.  Raises ConfigError if the rows differ."""
-    try:
+        stream = Stream(make, who)
         stream.restore(reading.mark)
-    except CheckpointError as error:
-        raise ConfigError(str(error)) from error
-    after = [fingerprint(stream.next(), without) for _ in reading.after]
-    expected = [{name: each[name] for name in each if name not in without} for each in reading.after]
-    if (differs := difference(expected, after, reading.rows)) is not None:
-        refused = refusal(stream.who, stream.source, differs)
-        raise ConfigError(f"{refused} (its state was restored behind {reading.rows:,} rows)")
+        after = [fingerprint(stream.next(), without) for _ in reading.after]
+        if (differs := difference(kept(reading.after), after, reading.rows)) is not None:
+            refused = refusal(who, stream.source, differs)
+            raise ConfigError(f"{refused} (its state was restored behind {reading.rows:,} rows)")
+    return evolve(reading, without=frozenset(without))
 
 
-def try_here(make: Callable[[], Any], who: str) -> Tried:
+def try_here(make: Callable[[], Any], who: str) -> Reading | None:
     """Try a dataloader of a program in this process: a function with two streams, an object on itself.
 
     An object is left at its beginning.  One without a state, or whose state is known to lack something, is
@@ -352,20 +333,22 @@ def try_here(make: Callable[[], Any], who: str) -> Tried:
     if given is not make():
         return compare(read(make, who), make, who)
     if not hasattr(given, "state_dict") or loses_state(given):
-        return Tried(frozenset(), "", 0.0)
-    rows, stream, begin = None, Stream(make, who), Mark(0, 0, 0, _state(given, who))
+        return None
+    begin = _state(given, who)
+
+    def begin_again() -> None:
+        _set_epoch(given, 0)
+        given.load_state_dict(begin)
+
     try:
         reading = read(make, who)
     except ExhaustedError as error:
-        rows = error.rows
-        stream.restore(begin)
-        if rows <= AFTER:  # too few for a trial
-            return Tried(frozenset(), "", 0.0, rows)
-        reading = read(make, who, rows - AFTER)
-    stream.restore(begin)
+        begin_again()
+        reading = read(make, who, error.rows)
+    begin_again()
     tried = compare(reading, make, who)
-    stream.restore(begin)
-    return evolve(tried, rows=rows)
+    begin_again()
+    return tried
 
 
 class Reader:

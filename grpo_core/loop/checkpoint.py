@@ -151,7 +151,7 @@ class SavedLoader:
     position: SavedPosition
 
 
-FORMAT = 9
+FORMAT = 10
 _MANIFEST = "manifest.json"
 _PARTIAL = ".partial"
 _ARRAYS = "pipeline.safetensors"

@@ -87,7 +87,7 @@ def open_one(path: str) -> None:
 
     from grpo_core.config import RowOptions, ValidationConfig
     from grpo_core.contracts.records import Prompt
-    from grpo_core.data.files import read
+    from grpo_core.data.files import file
     from grpo_core.data.rows import ReadRows, RowReader
     from grpo_core.diagnosis.first_look import leaks
     from grpo_core.validation.runner import HeldOut
@@ -98,9 +98,8 @@ def open_one(path: str) -> None:
 
     begin, computing = time.perf_counter(), time.process_time()
     with Peak() as peak:
-        rows = read(path, "", "train", who="data")
+        rows = file(Path(path), "train")
         source = ReadRows(rows, RowReader("sums", path, RowOptions()))
-        source.open()
         opened, computed = time.perf_counter() - begin, time.process_time() - computing
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     chance, begin = random.Random(0), time.perf_counter()
