@@ -21,8 +21,8 @@ from grpo_core.contracts.incidents import Incident
 from grpo_core.kit import PluginHost, aio, reported_to
 from grpo_core.plugins.options import Settings, Words
 from grpo_core.processes.secrets import inert
-from grpo_plugin_audit.audit import Audit, Extent
-from grpo_plugin_audit.records import Finding, Severity
+from grpo_plugin_audit.audit import STARTUP, Audit, Extent
+from grpo_plugin_audit.records import Check, Finding, Severity
 
 STYLES: Mapping[Severity, tuple[str, str]] = {
     "passed": ("ok    ", "green"),
@@ -150,9 +150,7 @@ async def findings(
         except GrpoError as error:
             if error.exit_status == ConfigError.exit_status:
                 raise  # wrong options are an error of the user, not a finding
-            yield Finding(
-                check="runtime.startup", title="it can be made", severity="failed", result=str(error)
-            )
+            yield Check(STARTUP, "it can be made").finding("failed", str(error))
 
 
 def _show(console: Console, finding: Finding) -> None:
