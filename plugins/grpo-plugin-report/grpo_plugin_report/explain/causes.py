@@ -23,6 +23,11 @@ class Finding:
     cause: str = ""
     """Name of the cause."""
 
+    @classmethod
+    def of(cls, title: str, one: str, two: str, three: str, fix: str) -> Finding:
+        """Return a finding with its three facts."""
+        return cls(title, (one, two, three), fix)
+
 
 def percent(share: float) -> str:
     """Format a share."""

@@ -284,6 +284,13 @@ class Facts:
             found = found[part]
         return found
 
+    def settings(self, *keys: str) -> str:
+        """Describe values of the configuration, as in "trainer.lr = 1e-06, model.dtype = 'auto'"."""
+        values = {key: self.setting(key) for key in keys}
+        return ", ".join(
+            f"{key} = {repr(value) if isinstance(value, str) else value}" for key, value in values.items()
+        )
+
     def number(self, key: str, default: float = math.nan) -> float:
         """Return a number of the configuration; the default if it is not a number."""
         found = _number(self.setting(key))

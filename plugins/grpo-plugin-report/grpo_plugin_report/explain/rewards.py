@@ -21,24 +21,20 @@ def filters_drop_most(facts: Facts) -> Finding | None:
         share = facts.of(f"filtered_fraction/{task}")
         filtered, sent = facts.of("buffer/filtered").most, facts.of("buffer/dispatched").most
         if len(share) and share.median >= 0.6 and filtered >= 0.6 * sent:
-            return Finding(
+            return Finding.of(
                 f"Filters leave out most groups of task {task!r}.",
-                (
-                    f"groups left out in a step: {percent(share.median)} (median)",
-                    f"{filtered:g} of {sent:g} groups were generated for nothing",
-                    f"their mean reward: {facts.of(f'filtered_reward/{task}').mean:.3g}",
-                ),
+                f"groups left out in a step: {percent(share.median)} (median)",
+                f"{filtered:g} of {sent:g} groups were generated for nothing",
+                f"their mean reward: {facts.of(f'filtered_reward/{task}').mean:.3g}",
                 "choose prompts of the right difficulty (a mean reward near 0 is too hard, near 1 too easy), "
                 'widen the bounds in [filters], or set sampler.name = "learnable_prompts"',
             )
     if facts.error_type == "SamplingError" and facts.error is not None:
-        return Finding(
+        return Finding.of(
             "Filters leave out most groups.",
-            (
-                f"the run ended with: {facts.error.message}",
-                f"dynamic_sampling.enabled = {facts.setting('dynamic_sampling.enabled')}",
-                f"filters: {', '.join(facts.table('filters')) or 'none'}",
-            ),
+            f"the run ended with: {facts.error.message}",
+            facts.settings("dynamic_sampling.enabled"),
+            f"filters: {', '.join(facts.table('filters')) or 'none'}",
             "choose prompts of the right difficulty, or widen the bounds in [filters]",
         )
     return None
@@ -49,14 +45,12 @@ def few_different_prompts(facts: Facts) -> Finding | None:
     per_step = facts.number("trainer.prompts_per_step", 1.0)
     for task, prompts in sorted(facts.prompts.items()):
         if len(prompts.ids) < 2 * per_step and prompts.sent >= 6 * len(prompts.ids):
-            return Finding(
+            return Finding.of(
                 f"Task {task!r} has only {len(prompts.ids)} different prompts.",
-                (
-                    f"{prompts.sent} prompts were sent to the engine, {len(prompts.ids)} of them different",
-                    f"each was played {prompts.sent / max(1, len(prompts.ids)):.3g} times, in groups of "
-                    f"{facts.setting('rollout.group_size')}",
-                    f"trainer.prompts_per_step = {per_step:g}",
-                ),
+                f"{prompts.sent} prompts were sent to the engine, {len(prompts.ids)} of them different",
+                f"each was played {prompts.sent / max(1, len(prompts.ids)):.3g} times, in groups of "
+                f"{facts.setting('rollout.group_size')}",
+                f"trainer.prompts_per_step = {per_step:g}",
                 "give the task more prompts (tasks.TASK.data, or prompts() of the environment); a path or "
                 "a filter (`[filters]`) may leave most of them out",
             )
@@ -74,14 +68,12 @@ def one_task_dominates(facts: Facts) -> Finding | None:
     if totals[first] < 0.93 * whole:
         return None
     weights = {task: facts.number(f"tasks.{task}.weight", 1.0) for task in totals}
-    return Finding(
+    return Finding.of(
         f"Nearly all trained groups are of task {first!r}.",
-        (
-            f"groups by task: {', '.join(f'{task} {count:g}' for task, count in totals.items())}",
-            f"tasks.TASK.weight: {', '.join(f'{task} {weight:g}' for task, weight in weights.items())}",
-            f"skipped prompts by task: "
-            f"{', '.join(f'{task} {found.count:g}' for task, found in facts.skipped.items()) or 'none'}",
-        ),
+        f"groups by task: {', '.join(f'{task} {count:g}' for task, count in totals.items())}",
+        f"tasks.TASK.weight: {', '.join(f'{task} {weight:g}' for task, weight in weights.items())}",
+        f"skipped prompts by task: "
+        f"{', '.join(f'{task} {found.count:g}' for task, found in facts.skipped.items()) or 'none'}",
         f'if that is not meant, lower tasks.{first}.weight, or set sampler.options.shares = "trained" for '
         "exact shares",
     )
@@ -122,13 +114,11 @@ def reward_part_gamed(facts: Facts) -> Finding | None:
         up = [name for name, rise in rises.items() if rise > 0.3]
         down = [name for name, each in parts.items() if _fell(each)]
         if up and down:
-            return Finding(
+            return Finding.of(
                 f"The model of task {task!r} learns one part of the reward at the cost of another.",
-                (
-                    _reward(facts, task),
-                    f"{up[0]}: {moved(parts[up[0]].first, parts[up[0]].last)}",
-                    f"{down[0]}: {moved(parts[down[0]].first, parts[down[0]].last)}",
-                ),
+                _reward(facts, task),
+                f"{up[0]}: {moved(parts[up[0]].first, parts[up[0]].last)}",
+                f"{down[0]}: {moved(parts[down[0]].first, parts[down[0]].last)}",
                 "lower the weight of the part that rises, or give it only to correct replies; "
                 "grpo-core score judges stored rollouts with another environment",
             )
@@ -151,15 +141,13 @@ def reward_pays_length(facts: Facts) -> Finding | None:
             rise > 0.05 for rise in parts
         )
         if length.last > 1.5 * length.first and reward.last > reward.first + 0.02 and not better:
-            return Finding(
+            return Finding.of(
                 f"The replies of task {task!r} grow, and the reward with them, but nothing else.",
-                (
-                    f"mean length in tokens: {moved(length.first, length.last)}",
-                    _reward(facts, task),
-                    f"share of successes: {moved(right.first, right.last)}"
-                    if len(right)
-                    else "no success is declared, and no part of the feedback rises",
-                ),
+                f"mean length in tokens: {moved(length.first, length.last)}",
+                _reward(facts, task),
+                f"share of successes: {moved(right.first, right.last)}"
+                if len(right)
+                else "no success is declared, and no part of the feedback rises",
                 "remove what rewards length from the reward, or set shaping.token_price or "
                 "shaping.overlong_buffer",
             )
