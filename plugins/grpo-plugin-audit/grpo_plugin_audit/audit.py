@@ -160,19 +160,17 @@ class Audit:
         await self.player.solve(self.some[:FEWEST])
         few = self.some[:FEWEST]
         # the first replies of the process: a wrong one, a right one, and the wrong one again
-        wrong = [Reply(prompt=p, text=replies.NONSENSE[0], kind="first") for p in few]
-        right = [Reply(prompt=p, text=None, kind="first") for p in few if p.id in self.player.solutions]
+        wrong = [Reply(p, replies.NONSENSE[0], "first") for p in few]
+        right = [Reply(p, None, "first") for p in few if p.id in self.player.solutions]
         self._first = await self._play([*wrong, *right])
         seconds = []
         for prompt in few:
-            await self.player.play([Reply(prompt=prompt, text=replies.NONSENSE[0], kind="time")])
+            await self.player.play([Reply(prompt, replies.NONSENSE[0], "time")])
             seconds.append(self.player.last_call)
         self._call = min(seconds)
         self.some = self.some[: self._affordable()]
         known = [one for one in await self.player.solve(self.some) if one.text is not None]
-        self._right = await self._play(
-            [Reply(prompt=one.prompt, text=None, kind="solution") for one in known]
-        )
+        self._right = await self._play([Reply(one.prompt, None, "solution") for one in known])
         got = {trial.prompt.id: trial for trial in self._right if trial.ended}
         self.solutions = [
             evolve(one, reward=got[one.prompt.id].reward, turns=got[one.prompt.id].turns)
@@ -192,9 +190,7 @@ class Audit:
         return max(FEWEST, min(len(self.some), int(rest / max(1e-6, each * per_prompt))))
 
     async def _floor(self) -> list[Finding]:
-        nonsense = [
-            Reply(prompt=p, text=text, kind="nonsense") for text in replies.NONSENSE for p in self.some
-        ]
+        nonsense = [Reply(p, text, "nonsense") for text in replies.NONSENSE for p in self.some]
         trials = await self._play(nonsense)
         known = {one.prompt.id: one for one in self.solutions}
         scale = Scale(solutions=known, success=self.player.environment.about.success, floor=0.0)
@@ -230,7 +226,7 @@ class Audit:
     async def _forms(self) -> list[Finding]:
         surface = list(replies.surfaces(self.solutions))
         listed = list(replies.listings(self.solutions, self.extent.seed))
-        cut = [Reply(prompt=one.prompt, text=one.text, kind="cut off", cut=True) for one in self.solutions]
+        cut = [Reply(one.prompt, one.text, "cut off", cut=True) for one in self.solutions]
         if self.player.environment.about.max_turns > 1:  # these forms are made for a single turn
             surface, cut = [], []
         long = list(replies.lengthening(self.some))
@@ -282,11 +278,7 @@ class Audit:
         known = {one.prompt.id for one in self.solutions}
         wrong = ["1", *replies.NONSENSE, "0", "yes"]
         return [
-            Reply(
-                prompt=prompt,
-                text=None if index % 2 and prompt.id in known else wrong[index % len(wrong)],
-                kind="again",
-            )
+            Reply(prompt, None if index % 2 and prompt.id in known else wrong[index % len(wrong)], "again")
             for index, prompt in enumerate(self.some[:number])
         ]
 

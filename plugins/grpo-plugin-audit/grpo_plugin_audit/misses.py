@@ -146,7 +146,7 @@ def near_misses(solutions: Sequence[Solution]) -> Iterator[Reply]:
         for miss in MISSES:
             wrong = miss.make(answer)
             if wrong is not None and wrong != answer and not own.deserves(said := before + wrong + after):
-                yield Reply(prompt=own.prompt, text=said, kind=miss.kind)
+                yield Reply(own.prompt, said, miss.kind)
 
 
 def near(trials: Sequence[Trial], scale: Scale) -> Finding:
@@ -180,14 +180,10 @@ def prompt_numbers(prompts: Sequence[Prompt], form: tuple[str, str]) -> Iterator
         numbers = list(dict.fromkeys(_WHOLE_NUMBER.findall(text_of(prompt))))
         if not numbers:
             continue
-        yield Reply(
-            prompt=prompt,
-            text=f"{before}{max(numbers, key=float)}{after}",
-            kind="the prompt's largest number",
-        )
+        yield Reply(prompt, f"{before}{max(numbers, key=float)}{after}", "the prompt's largest number")
         some = numbers[:: max(1, len(numbers) // NUMBERS)][:NUMBERS]
         for index, number in enumerate(some, 1):
-            yield Reply(prompt=prompt, text=f"{before}{number}{after}", kind=f"number {index} of the prompt")
+            yield Reply(prompt, f"{before}{number}{after}", f"number {index} of the prompt")
 
 
 def numbers(trials: Sequence[Trial], scale: Scale) -> Finding:
@@ -214,9 +210,9 @@ def named_moves(prompts: Sequence[Prompt], turns: int) -> Iterator[Reply]:
         text = text_of(prompt)
         for move in moves:
             if move in text or move not in named:
-                yield Reply(prompt=prompt, text=move, kind="a move that the prompt names")
+                yield Reply(prompt, move, "a move that the prompt names")
         if turns > 1 and len(often) > 1:
-            yield Reply(prompt=prompt, text=often[0], then=tuple(often[1:]), kind="the named moves in turn")
+            yield Reply(prompt, often[0], "the named moves in turn", then=tuple(often[1:]))
 
 
 def _same(move: str) -> str:

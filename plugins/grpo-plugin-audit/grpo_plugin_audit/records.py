@@ -90,17 +90,17 @@ class Check:
         return self.finding("not applicable", why)
 
 
-@frozen(kw_only=True)
+@frozen
 class Reply:
     """A reply to try with a prompt."""
 
     prompt: Prompt
     text: str | None
     """Text of each turn, or with ``then`` of the first turn; None plays the environment's solutions."""
-    then: tuple[str, ...] = ()
-    """Texts of the next turns; after the last one the sequence repeats."""
     kind: str
     """Name of the probe."""
+    then: tuple[str, ...] = ()
+    """Texts of the next turns; after the last one the sequence repeats."""
     cut: bool = False
     """Whether the reply is marked as cut off by a token limit."""
 
