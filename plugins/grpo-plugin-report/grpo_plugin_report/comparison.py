@@ -121,7 +121,7 @@ def render(files: Sequence[Files]) -> str:
     found = arms.grouped([each.run.configs for each in files], [run.name for run in runs])
     tasks = common_tasks(runs)
     members = _members(files, runs, found)
-    pieces = browsing.Pieces()
+    pieces: browsing.Pieces = {}
     selections = [browse(each, pieces, len(files)) for each in files]
     marks = [f"{member.mark} {member.name}" for member in members]
     kept = sum(selection.kept for selection in selections)

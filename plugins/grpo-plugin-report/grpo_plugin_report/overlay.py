@@ -11,7 +11,7 @@ from attrs import field, frozen
 from grpo_core.loop.metrics import headline
 from grpo_core.validation.results import SHARES
 from grpo_plugin_report.arms import Arm, Estimate, difference, estimate
-from grpo_plugin_report.charts import LARGEST, Chart, Point, Series, chart
+from grpo_plugin_report.charts import Chart, Point, Series, chart
 from grpo_plugin_report.curves import (
     ASYNCHRONY,
     GROUPS,
@@ -21,9 +21,12 @@ from grpo_plugin_report.curves import (
     Row,
     intervals,
     mean_over_groups,
+    measured_in,
     points,
+    trained_in,
     with_something,
 )
+from grpo_plugin_report.values import is_number
 
 PARTS = 60
 """Largest number of points of a curve over the steps; each is the mean of a bin of steps."""
@@ -43,10 +46,7 @@ class Run:
 
     def tasks(self) -> list[str]:
         """Return the tasks that were trained or validated."""
-        trained = {
-            key.removeprefix("groups/") for row in self.steps for key in row if key.startswith("groups/")
-        }
-        return sorted(trained | {task for row in self.validations for task, _ in _measured(row)})
+        return sorted(trained_in(self.steps) | {*measured_in(self.validations)} - {""})
 
 
 @frozen(kw_only=True)
@@ -117,17 +117,8 @@ def results(arms: Sequence[Arm], runs: Sequence[Run], task: str) -> Results:
 
 def metric_of(runs: Sequence[Run], task: str) -> str:
     """Return the main metric of a task among those common to all runs, or an empty text."""
-    measured = [
-        dict.fromkeys(name for row in run.validations for of, name in _measured(row) if of == task)
-        for run in runs
-    ]
+    measured = [measured_in(run.validations).get(task, {}) for run in runs]
     return headline(name for name in measured[0] if all(name in others for others in measured)) or ""
-
-
-def _measured(row: Row) -> list[tuple[str, str]]:
-    """Return task and metric of each result in a row of a validation."""
-    keys = [key.removeprefix("validation/").rpartition("/") for key in row if key.startswith("validation/")]
-    return [(task, metric) for task, _, metric in keys if task]
 
 
 def _validations(run: Run, task: str, metric: str) -> list[Point]:
@@ -310,4 +301,4 @@ def _binned(curve: Sequence[Point], parts: Callable[[float], float]) -> dict[flo
 
 
 def _finite(curve: Sequence[Point]) -> list[Point]:
-    return [(x, y) for x, y in curve if abs(y) <= LARGEST]
+    return [(x, y) for x, y in curve if is_number(y)]

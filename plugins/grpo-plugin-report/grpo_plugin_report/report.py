@@ -22,7 +22,8 @@ from grpo_plugin_report.curves import charts, tasks_of
 from grpo_plugin_report.explain.causes import Finding
 from grpo_plugin_report.explain.decisions import explained
 from grpo_plugin_report.explain.facts import Facts
-from grpo_plugin_report.pages import is_page, number, plain, rendered, save
+from grpo_plugin_report.pages import is_page, number, rendered, save
+from grpo_plugin_report.values import plain, table
 
 REPORT = "report.html"
 SHOWN = ("RunStarted", "WarningRaised", "ErrorRaised", "PromptSkipped")
@@ -130,7 +131,7 @@ def render(files: Files) -> str:
 
     facts, tasks = files.facts, tasks_of(files.steps, files.validations, files.table)
     starts = [*files.run.rows("provenance.jsonl")]
-    selection = browse(files)  # before ``unreadable``, since it may find more unreadable lines
+    selection = browse(files, {})  # before ``unreadable``, since it may find more unreadable lines
     return rendered(
         "report.html",
         name=files.run.path.resolve().name,
@@ -194,8 +195,7 @@ def warnings(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return [{"cause": name, **entry} for name, entry in sorted(causes.items())]
 
 
-def browse(files: Files, pieces: browsing.Pieces | None = None, runs: int = 1) -> browsing.Selection:
+def browse(files: Files, pieces: browsing.Pieces, runs: int = 1) -> browsing.Selection:
     """Return the selected rollouts for a page with one or several runs."""
-    model = files.table.get("model")
-    text_of = browsing.token_texts(files.run.path, model.get("path") if isinstance(model, Mapping) else None)
+    text_of = browsing.token_texts(files.run.path, table(files.table.get("model")).get("path"))
     return browsing.select(files.run, text_of, pieces=pieces, runs=runs)

@@ -19,6 +19,7 @@ from attrs import define, field
 from grpo_core import Run
 from grpo_core.loop.health import Fall, Trend
 from grpo_core.storage.run_directory import planned_steps
+from grpo_plugin_report.values import is_number, table
 
 STARTING = ("start", "first weight sync", "first validation")
 """Stages of the loop before its first step, excluded from shares of the time."""
@@ -182,7 +183,7 @@ class Facts:
         trend = Trend()
         for row in run.rows(RECORDS[0]):
             step = _whole(row.get("step"))
-            numbers = {name: number for name in row if (number := _number(row[name])) is not None}
+            numbers = {name: float(value) for name, value in row.items() if is_number(value)}
             for name, number in numbers.items():
                 facts.series.setdefault(name, Series()).add(step, number)
             facts.falls |= trend.observe(step, numbers)
@@ -293,13 +294,12 @@ class Facts:
 
     def number(self, key: str, default: float = math.nan) -> float:
         """Return a number of the configuration; the default if it is not a number."""
-        found = _number(self.setting(key))
-        return default if found is None else found
+        found = self.setting(key)
+        return float(found) if is_number(found) else default
 
     def table(self, key: str) -> Mapping[str, Any]:
         """Return a table of the configuration; empty if it is not a table."""
-        found = self.setting(key)
-        return found if isinstance(found, Mapping) else {}
+        return table(self.setting(key))
 
     @property
     def seconds(self) -> float:
@@ -347,16 +347,6 @@ def add_message(found: dict[Any, Messages], key: Any, step: int, message: str, c
     reason = message[:REASON]
     if reason in messages.reasons or len(messages.reasons) < 100:
         messages.reasons[reason] += count
-
-
-def _number(value: Any) -> float | None:
-    """Return a finite number; None for anything else."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # an integer beyond the range of floats
-        return None
 
 
 def _whole(value: Any) -> int:
