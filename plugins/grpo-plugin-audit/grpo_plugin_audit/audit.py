@@ -83,9 +83,6 @@ class Audit:
     everything: list[Trial] = field(factory=list)
     _first: list[Trial] = field(factory=list)
     """The first trials of the process."""
-    _right: list[Trial] = field(factory=list)
-    _call: float = 0.0
-    """Seconds of a call with one episode, the fastest of several."""
     _steady: bool = True
     _rounds: list[list[Trial]] = field(factory=list)
     _began: float = 0.0
@@ -167,26 +164,29 @@ class Audit:
         for prompt in few:
             await self.player.play([Reply(prompt, replies.NONSENSE[0], "time")])
             seconds.append(self.player.last_call)
-        self._call = min(seconds)
-        self.some = self.some[: self._affordable()]
+        self.some = self.some[: self._affordable(min(seconds))]
         known = [one for one in await self.player.solve(self.some) if one.text is not None]
-        self._right = await self._play([Reply(one.prompt, None, "solution") for one in known])
-        got = {trial.prompt.id: trial for trial in self._right if trial.ended}
+        solved = await self._play([Reply(one.prompt, None, "solution") for one in known])
+        got = {trial.prompt.id: trial for trial in solved if trial.ended}
         self.solutions = [
             evolve(one, reward=got[one.prompt.id].reward, turns=got[one.prompt.id].turns)
             if one.prompt.id in got
             else one
             for one in known
         ]
-        return [rewards.oracle(self._right, self.player.environment.about.success)]
+        return [rewards.oracle(solved, self.player.environment.about.success)]
 
-    def _affordable(self) -> int:
-        """Estimate, from the first calls, the number of prompts that fit into the time budget."""
+    def _affordable(self, call: float) -> int:
+        """Estimate the number of prompts that fit into the time budget.
+
+        Args:
+            call: seconds of a call with one episode, the fastest of several.
+        """
         per_prompt = 130
         rest = max(1.0, 0.55 * self._playing)
-        each = max(self.player.per_episode, self._call / self.max_batch)
+        each = max(self.player.per_episode, call / self.max_batch)
         if self.player.environment.about.slots == "all":
-            each = self._call / AT_ONCE
+            each = call / AT_ONCE
         return max(FEWEST, min(len(self.some), int(rest / max(1e-6, each * per_prompt))))
 
     async def _floor(self) -> list[Finding]:

@@ -12,7 +12,7 @@ import asyncio
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from math import fsum
+from math import fsum, inf
 from typing import Any
 
 from attrs import define, evolve, field
@@ -152,6 +152,12 @@ class Judged:
         if old is None or new is None:
             return old is not new
         return not advantages.equal([old, new])
+
+    @property
+    def change(self) -> float:
+        """Absolute change of the reward; infinite if only one of the judgements has a reward."""
+        old, new = self.stored.reward, self.reward
+        return inf if old is None or new is None else abs(new - old)
 
     @property
     def changed(self) -> bool:

@@ -157,8 +157,8 @@ class ShownEnvironment(EnvironmentClient):
     async def solve(self, messages: Sequence[Message]) -> str | None:
         """Return the solution of the prompt that is played, after these messages."""
         solving: Any = self._environment
-        (solution,) = await solving.solve([evolve(self._prompt, messages=tuple(messages))])
-        return solution
+        found: list[str | None] = await solving.solve([evolve(self._prompt, messages=tuple(messages))])
+        return found[0]
 
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Judgement]:
         for episode in episodes:
