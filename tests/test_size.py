@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from size import code_lines, counted, sums
 
-LIMITS = {"core": 22_245, "built-in": 5_471, "all distributions": 53_179}
+LIMITS = {"core": 22_245, "built-in": 5_471, "all distributions": 52_798}
 
 
 @pytest.mark.parametrize("part", LIMITS)

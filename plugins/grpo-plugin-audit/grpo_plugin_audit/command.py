@@ -102,7 +102,13 @@ def audit(
         playing = played_signal(name, options, model, engine_section, prompts=prompts, seed=seed, status=show)
         found.append(evolve(aio.to_the_end(playing), seconds=time.monotonic() - begin))
         _show(console, found[0])
-    found += aio.to_the_end(_shown(console, findings(host, name, dict(options), extent)))
+
+    async def audited() -> None:
+        async for finding in findings(host, name, dict(options), extent):
+            _show(console, finding)
+            found.append(finding)
+
+    aio.to_the_end(audited())
     seconds = time.monotonic() - begin
     counts = Counter(finding.severity for finding in found)
     summary = ", ".join(f"{counts[each]} {each}" for each in COUNTED if counts[each] or each == "failed")
@@ -117,14 +123,6 @@ def audit(
         }
         json.write_text(dumps(report, indent=2, default=str) + "\n", encoding="utf-8")
     return 1 if counts["failed"] else 0
-
-
-async def _shown(console: Console, findings: AsyncIterator[Finding]) -> list[Finding]:
-    found = []
-    async for finding in findings:
-        _show(console, finding)
-        found.append(finding)
-    return found
 
 
 async def findings(

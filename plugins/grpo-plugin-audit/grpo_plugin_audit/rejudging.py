@@ -168,13 +168,13 @@ class Judged:
 async def judge(
     groups: Sequence[tuple[int, Group]], environments: Mapping[str, EnvironmentClient]
 ) -> list[Judged]:
-    """Judge the rollouts of groups again, in order.
+    """Judge the rollouts of groups again, in the order of the file.
 
     Args:
         groups: groups with their current prompts, each with its index in its file.
         environments: started environments of their tasks.
     """
-    found: dict[int, list[Judged]] = {}
+    found: list[Judged] = []
     by_task: dict[str, list[tuple[int, Group]]] = defaultdict(list)
     for index, group in groups:
         by_task[group.prompt.environment].append((index, group))
@@ -186,9 +186,8 @@ async def judge(
                 for rollout in group.rollouts
             ]
             await _replay(replays, environments[task])
-            for replay in replays:
-                found.setdefault(replay.group, []).append(replay)
-    return [each for index, _ in groups for each in found.get(index, ())]
+            found += replays
+    return sorted(found, key=lambda each: each.group)
 
 
 def _parts(groups: Sequence[tuple[int, Group]]) -> Iterator[list[tuple[int, Group]]]:

@@ -169,23 +169,10 @@ def surface_forms(trials: Sequence[Trial], scale: Scale) -> Finding:
 # ---------------------------------------------------------------------------------- wrong replies
 
 
-@frozen(kw_only=True)
-class _Exploit:
-    """A set of wrong replies and its rewards."""
-
-    rate: Rate
-    share: float
-    example: Trial
-
-    @property
-    def severity(self) -> Severity:
-        return severity_of(self.rate, self.share)
-
-
 def exploits(
     trials: Iterable[Trial], scale: Scale, by: Callable[[Trial], str], *, partial: bool = True
-) -> list[_Exploit]:
-    """Return the rewards of each set of replies where they are wrong, the worst set first."""
+) -> list[tuple[Rate, float, Trial]]:
+    """Return full marks, mean share and an example of each set of wrong replies, the worst set first."""
     groups: dict[str, list[Trial]] = defaultdict(list)
     for trial in trials:
         if not scale.deserves(trial):
@@ -195,8 +182,8 @@ def exploits(
         rate = scale.rate(each)
         share = fmean(map(scale.share, each)) if partial and len(each) >= 4 else 0.0
         example = max(each, key=lambda trial: (scale.wins(trial), scale.share(trial)))
-        found.append(_Exploit(rate=rate, share=share, example=example))
-    return sorted(found, key=lambda one: (one.rate.interval[0], one.share), reverse=True)
+        found.append((rate, share, example))
+    return sorted(found, key=lambda one: (one[0].interval[0], one[1]), reverse=True)
 
 
 def panel(
@@ -219,18 +206,19 @@ def panel(
     found = exploits(trials, scale, by, partial=partial)
     if not found:
         return check.not_applicable("each of these replies is an answer")
-    worst = found[0]
-    if worst.severity == "passed":
-        result = f"none of {len(found)} kinds of replies gets full marks: {worst.rate} for the best of them"
+    rate, share, example = found[0]
+    severity = severity_of(rate, share)
+    if severity == "passed":
+        result = f"none of {len(found)} kinds of replies gets full marks: {rate} for the best of them"
         return check.finding("passed", result)
-    many = sum(one.severity in ("failed", "warned") for one in found)
-    guessed = _guessed(trials, scale) and worst.share < WHOLE
-    result = f"{worst.example.kind}: full marks for {worst.rate} prompts"
-    result += _part_of(worst.share, scale) if partial else ""
+    many = sum(severity_of(*one[:2]) in ("failed", "warned") for one in found)
+    result = f"{example.kind}: full marks for {rate} prompts"
+    result += _part_of(share, scale) if partial else ""
     result += f"; and {many - 1} more kinds" if many > 1 else ""
-    if guessed:
+    if _guessed(trials, scale) and share < WHOLE:
+        severity = "noted"
         advice = "other replies win other prompts: with few options, guessing does as well"
-    return check.finding("noted" if guessed else worst.severity, result, worst.example, advice)
+    return check.finding(severity, result, example, advice)
 
 
 def _guessed(trials: Sequence[Trial], scale: Scale) -> bool:

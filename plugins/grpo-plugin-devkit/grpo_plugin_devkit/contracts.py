@@ -15,6 +15,7 @@ from attrs import frozen
 from grpo_core import GrpoError, errors
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
 Clause = Callable[[], str | None]
 """Raises AssertionError if it is violated; may return what it found as a text."""
 
@@ -98,3 +99,12 @@ async def within(seconds: float, awaitable: Awaitable[T], what: str) -> T:
             return await awaitable
     except TimeoutError:
         raise AssertionError(f"{what} has not returned for {seconds:g} s") from None
+
+
+async def error_of(call: Awaitable[object], kind: type[E]) -> E | None:
+    """Return the error of this kind that a call raises, or None if it succeeds."""
+    try:
+        await call
+    except kind as error:
+        return error
+    return None

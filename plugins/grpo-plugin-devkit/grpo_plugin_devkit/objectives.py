@@ -78,9 +78,7 @@ class LossContract(Contract):
         inputs = self._inputs()
         losses, _ = self._loss(inputs)
         assert losses.requires_grad, "its result does not depend on policy_logprobs: nothing would be trained"
-        outputs = (
-            [inputs.policy_logprobs] if inputs.entropy is None else [inputs.policy_logprobs, inputs.entropy]
-        )
+        outputs = [each for each in (inputs.policy_logprobs, inputs.entropy) if each is not None]
         gradients = torch.autograd.grad(losses.sum(), outputs, materialize_grads=True)
         assert any(gradient.any() for gradient in gradients), "the gradient is 0 for every token"
 

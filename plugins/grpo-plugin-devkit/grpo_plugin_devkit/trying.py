@@ -114,15 +114,15 @@ async def _played(
     block: Sequence[str],
 ) -> None:
     """Let a model play, or the person at the terminal if neither a model nor an engine is named."""
-    by_hand = target is None and engine is None
-    transcript = Transcript(Console(highlight=False), echo=not (by_hand and sys.stdin.isatty()))
-    errors = Console(stderr=True)
+    person, errors = None, Console(stderr=True)
+    if target is None and engine is None:
+        person = Person(sys.stdin, lambda text: transcript.line(text, "dim"))
+    transcript = Transcript(Console(highlight=False), echo=person is None or not person.typed)
 
     def show(text: str) -> None:
         errors.print(text, style="dim", markup=False, soft_wrap=True)
 
-    person = Person(sys.stdin, lambda text: transcript.line(text, "dim"))
-    typing = EngineOffer(lambda setup: person, output="text")
+    typed = EngineOffer(lambda setup: person, output="text")
     with wrong_input():
         found = find_target(target, block=block)
         of_run = found.table.get("tasks", {})
@@ -130,18 +130,19 @@ async def _played(
         changes = _changes(of_run, task, name, options)
         if engine is not None:
             changes = merge({"engine": {"name": engine}}, changes)
-        if by_hand:
+        if person is not None:
             changes |= {"engine": {"name": f"{PROGRAM}:person"}, "rollout": BY_HAND}
-        setup = launch.configure_target(found, changes, block, {"engine": {"person": typing}}, tasks=True)
+        setup = launch.configure_target(found, changes, block, {"engine": {"person": typed}}, tasks=True)
     async with start_session(setup, found, show) as session:
         environment = session.environments[task]
-        if by_hand and environment.about.runs_agents:
+        if person is not None and environment.about.runs_agents:
             raise ConfigError(
                 f"{name} is an agent, which plays by itself: let a model play, with --model tiny or --run RUN"
             )
         shown = ShownEnvironment(environment, transcript)
-        person.solve = shown.solve
-        if by_hand and person.typed:
+        if person is not None:
+            person.solve = shown.solve
+        if person is not None and person.typed:
             transcript.line("/help lists the commands, /quit ends", "dim")
         streaming = asyncio.create_task(_stream(session, transcript))
         try:

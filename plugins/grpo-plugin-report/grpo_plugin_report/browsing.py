@@ -23,7 +23,7 @@ from grpo_core import Run
 from grpo_core.contracts.errors import shortened
 from grpo_core.processes.secrets import inert
 from grpo_core.text import thoughts
-from grpo_plugin_report.values import is_number, table
+from grpo_plugin_report.values import is_number, table, tables
 
 if TYPE_CHECKING:
     import numpy as np
@@ -260,30 +260,25 @@ def _rollout(row: Row, prompt: list[dict[str, Any]], index: int) -> dict[str, An
 
 
 def _messages(row: Row) -> list[dict[str, Any]]:
-    given = row.get("messages")
-    return [message(each) for each in given if isinstance(each, Mapping)] if isinstance(given, list) else []
+    return [message(each) for each in tables(row.get("messages"))]
 
 
 def message(given: Row) -> dict[str, Any]:
     """Convert a message to sanitised texts: role, name, thoughts, text and calls, if present."""
-    calls = given.get("tool_calls")
     thinking = next((given[key] for key in thoughts.THOUGHT_KEYS if given.get(key)), "")
     fields = {
         "role": _short(given.get("role")),
         "name": _short(given.get("name")),
         "thoughts": _short(thinking),
         "text": _short(_content(given.get("content"))),
-        "calls": [_call(each) for each in calls if isinstance(each, Mapping)]
-        if isinstance(calls, list)
-        else [],
+        "calls": [_call(each) for each in tables(given.get("tool_calls"))],
     }
     return {name: value for name, value in fields.items() if value}
 
 
 def _call(call: Row) -> tuple[str, str]:
     """Return the name and the arguments of a tool call."""
-    function = call.get("function")
-    given = function if isinstance(function, Mapping) else call
+    given = table(call.get("function")) or call
     return _short(given.get("name")), _short(given.get("arguments"))
 
 

@@ -18,7 +18,7 @@ from attrs import field, frozen
 from grpo_core import ConfigError, Run, RunInfo, Tracker
 from grpo_plugin_report import browsing, lanes
 from grpo_plugin_report.cost import Account, sampled
-from grpo_plugin_report.curves import charts, tasks_of
+from grpo_plugin_report.curves import charts, measured_in, tasks_of, trained_in
 from grpo_plugin_report.explain.causes import Finding
 from grpo_plugin_report.explain.decisions import explained
 from grpo_plugin_report.explain.facts import Facts
@@ -68,6 +68,10 @@ class Files:
             validated = any(name.startswith("validation/") for name in row)
             (files.validations if validated else files.steps).append(row)
         return files
+
+    def tasks(self) -> list[str]:
+        """Return the tasks that were trained or validated."""
+        return sorted(trained_in(self.steps) | {*measured_in(self.validations)} - {""})
 
     def records(self, event: str) -> list[Row]:
         return [row for row in self.events if row["event"] == event]

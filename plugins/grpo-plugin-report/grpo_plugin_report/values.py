@@ -22,3 +22,8 @@ def plain(value: Any) -> float:
 def table(value: Any) -> Mapping[str, Any]:
     """Return a value as a table; an empty one for anything else."""
     return value if isinstance(value, Mapping) else {}
+
+
+def tables(value: Any) -> list[Mapping[str, Any]]:
+    """Return the tables of a list; none for anything else."""
+    return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []

@@ -32,8 +32,3 @@ class Finding:
 def percent(share: float) -> str:
     """Format a share."""
     return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
-
-
-def moved(first: float, last: float) -> str:
-    """Describe the change of a number."""
-    return f"{first:.3g} at first, {last:.3g} at the end"

@@ -19,7 +19,7 @@ from attrs import define, field
 from grpo_core import Run
 from grpo_core.loop.health import Fall, Trend
 from grpo_core.storage.run_directory import planned_steps
-from grpo_plugin_report.values import is_number, table
+from grpo_plugin_report.values import is_number, table, tables
 
 STARTING = ("start", "first weight sync", "first validation")
 """Stages of the loop before its first step, excluded from shares of the time."""
@@ -68,6 +68,16 @@ class Series:
     def last(self) -> float:
         """Mean of the last fifth; NaN without a value."""
         return self._mean(self.values[-max(1, len(self.values) // 5) :])
+
+    @property
+    def rise(self) -> float:
+        """Difference between the last fifth and the first one."""
+        return self.last - self.first
+
+    @property
+    def moved(self) -> str:
+        """Description of its change."""
+        return f"{self.first:.3g} at first, {self.last:.3g} at the end"
 
     @property
     def mean(self) -> float:
@@ -225,8 +235,8 @@ class Facts:
                 add_message(self.skipped, str(row.get("task")), step, str(row.get("error"))[:LONGEST])
 
     def _take_slots(self, slots: Any) -> None:
-        for slot in slots if isinstance(slots, list) else ():
-            if isinstance(slot, dict) and not slot.get("attempt"):
+        for slot in tables(slots):
+            if not slot.get("attempt"):
                 prompts = self.prompts.setdefault(str(slot.get("task")), Prompts())
                 prompts.sent += 1
                 if len(prompts.ids) < MOST_PROMPTS:

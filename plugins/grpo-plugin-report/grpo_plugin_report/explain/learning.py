@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_plugin_report.explain.causes import Finding, moved, percent
+from grpo_plugin_report.explain.causes import Finding, percent
 from grpo_plugin_report.explain.facts import Facts
 
 ENOUGH = 5
@@ -11,15 +11,12 @@ ENOUGH = 5
 
 def _rise(facts: Facts) -> float:
     """Return the largest increase of a task's mean reward, at least 0."""
-    rises = [facts.of(f"reward/{task}").last - facts.of(f"reward/{task}").first for task in facts.tasks]
+    rises = [facts.of(f"reward/{task}").rise for task in facts.tasks]
     return max((rise for rise in rises if rise == rise), default=0.0)
 
 
 def _rewards(facts: Facts) -> str:
-    rises = [
-        f"{task} {moved(facts.of(f'reward/{task}').first, facts.of(f'reward/{task}').last)}"
-        for task in facts.tasks
-    ]
+    rises = [f"{task} {facts.of(f'reward/{task}').moved}" for task in facts.tasks]
     return f"mean reward: {'; '.join(rises)}"
 
 
@@ -140,9 +137,7 @@ def learning_rate_too_low(facts: Facts) -> Finding | None:
     if stale.median > 0.3:  # stale tokens show how far the weights move
         still = difference.median < 1e-3 and kl.median < 1e-5
     else:
-        still = (
-            abs(entropy.last - entropy.first) < 0.01 * max(entropy.first, 1e-9) and abs(_rise(facts)) < 0.03
-        )
+        still = abs(entropy.rise) < 0.01 * max(entropy.first, 1e-9) and abs(_rise(facts)) < 0.03
     if not still or entropy.last < 0.05:
         return None
     return Finding.of(
@@ -179,10 +174,10 @@ def hints_collapsed(facts: Facts) -> Finding | None:
     shorter = [each for each in lengths if len(each) and each.last < 0.5 * each.first]
     if _rise(facts) > 0.3 or not (shorter or entropy.last < 0.25 * entropy.first):
         return None
-    length = moved(shorter[0].first, shorter[0].last) if shorter else "no task has shorter replies"
+    length = shorter[0].moved if shorter else "no task has shorter replies"
     return Finding.of(
         "Hints teach the policy into a corner: replies or their entropy collapse without more reward.",
-        f"entropy: {moved(entropy.first, entropy.last)} (nats)",
+        f"entropy: {entropy.moved} (nats)",
         f"sampled tokens of a rollout: {length}",
         _rewards(facts),
         'set loss.options.teach = "wrong_only", [scores.hinted] weights = "start" with hint = true, or a '
@@ -203,7 +198,7 @@ def entropy_collapsed(facts: Facts) -> Finding | None:
     coefficient = facts.setting("loss.options.entropy.coefficient", 0.0)
     return Finding.of(
         "The policy became certain of one reply before it was right: nothing is explored any more.",
-        f"entropy: {moved(entropy.first, entropy.last)} (nats)",
+        f"entropy: {entropy.moved} (nats)",
         _rewards(facts),
         f"loss.options.entropy.coefficient = {coefficient}, rollout.temperature = "
         f"{facts.setting('rollout.temperature')}",

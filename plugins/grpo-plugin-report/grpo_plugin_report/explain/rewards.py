@@ -6,13 +6,12 @@ import math
 from statistics import fmean
 from urllib.parse import unquote
 
-from grpo_plugin_report.explain.causes import Finding, moved, percent
+from grpo_plugin_report.explain.causes import Finding, percent
 from grpo_plugin_report.explain.facts import Facts, Series
 
 
 def _reward(facts: Facts, task: str) -> str:
-    series = facts.of(f"reward/{task}")
-    return f"mean reward of task {task!r}: {moved(series.first, series.last)}"
+    return f"mean reward of task {task!r}: {facts.of(f'reward/{task}').moved}"
 
 
 def filters_drop_most(facts: Facts) -> Finding | None:
@@ -106,19 +105,18 @@ def reward_part_gamed(facts: Facts) -> Finding | None:
     for task in facts.tasks:
         reward = facts.of(f"reward/{task}")
         parts, right = _parts(facts, task), facts.of(f"accuracy/{task}")
-        if len(reward) < 8 or reward.last - reward.first < 0.05:
+        if len(reward) < 8 or reward.rise < 0.05:
             continue
-        if len(right) and right.last - right.first > 0.05:
+        if len(right) and right.rise > 0.05:
             continue  # a falling part with rising successes counts mistakes
-        rises = {name: each.last - each.first for name, each in parts.items()}
-        up = [name for name, rise in rises.items() if rise > 0.3]
+        up = [name for name, each in parts.items() if each.rise > 0.3]
         down = [name for name, each in parts.items() if _fell(each)]
         if up and down:
             return Finding.of(
                 f"The model of task {task!r} learns one part of the reward at the cost of another.",
                 _reward(facts, task),
-                f"{up[0]}: {moved(parts[up[0]].first, parts[up[0]].last)}",
-                f"{down[0]}: {moved(parts[down[0]].first, parts[down[0]].last)}",
+                f"{up[0]}: {parts[up[0]].moved}",
+                f"{down[0]}: {parts[down[0]].moved}",
                 "lower the weight of the part that rises, or give it only to correct replies; "
                 "grpo-core score judges stored rollouts with another environment",
             )
@@ -131,21 +129,19 @@ def reward_pays_length(facts: Facts) -> Finding | None:
         reward, length = facts.of(f"reward/{task}"), facts.of(f"completion_tokens/{task}")
         right = facts.of(f"accuracy/{task}")
         parts = [
-            series.last - series.first
+            series
             for name, series in facts.series.items()
             if name.startswith("feedback_") and name.endswith(f"/{task}")
         ]
         if len(length) < 8 or math.isnan(reward.last):
             continue
-        better = (right.last - right.first if len(right) else 0.0) > 0.05 or any(
-            rise > 0.05 for rise in parts
-        )
+        better = any(each.rise > 0.05 for each in (right, *parts))
         if length.last > 1.5 * length.first and reward.last > reward.first + 0.02 and not better:
             return Finding.of(
                 f"The replies of task {task!r} grow, and the reward with them, but nothing else.",
-                f"mean length in tokens: {moved(length.first, length.last)}",
+                f"mean length in tokens: {length.moved}",
                 _reward(facts, task),
-                f"share of successes: {moved(right.first, right.last)}"
+                f"share of successes: {right.moved}"
                 if len(right)
                 else "no success is declared, and no part of the feedback rises",
                 "remove what rewards length from the reward, or set shaping.token_price or "
