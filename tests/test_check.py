@@ -20,7 +20,7 @@ from grpo_core.contracts.errors import ConfigError, PluginError, SelectionError
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.testing import run
 from grpo_plugin_devkit import check, decoding
-from grpo_plugin_devkit.conformance import finding_of
+from grpo_plugin_devkit.contracts import Noted, finding_of
 from grpo_plugin_devkit.environments import check_environment, environment_findings
 from grpo_plugin_devkit.wheels import CHECK as WHEEL
 
@@ -419,7 +419,10 @@ def test_every_kind_that_strangers_write_can_be_checked():
 
 
 def test_a_clause_that_had_nothing_to_check_is_noted_and_not_passed():
-    found = finding_of("its canary", lambda: "there is none")
+    def its_canary():
+        raise Noted("there is none")
+
+    found = finding_of("its canary", its_canary)
     assert (found.outcome, found.result) == ("noted", "there is none")
 
 

@@ -319,7 +319,7 @@ class Counted(FakeEngine):
         stops = 1 in request.stop_token_ids
         n = 1 if stops else request.max_tokens
         return Completion(
-            token_ids=[1] * n,
+            token_ids=[1 + request.seed] * n,
             logprobs=[-1.0 - self.used / 10] * n,
             versions=[self.version] * n,
             finish_reason="stop" if stops else "length",
@@ -333,11 +333,11 @@ def counted(version, *, said=lambda version: -1.0 - version / 10):
 
 def test_an_engine_that_ignores_its_second_update_breaks_the_contract():
     with pytest.raises(AssertionError, match=r"while requests run: .* use the weights of version 1"):
-        asyncio.run(check_engine(Counted(ignored=[1]), counted, prompt_ids=(1, 2), seeded=False))
+        asyncio.run(check_engine(Counted(ignored=[1]), counted, prompt_ids=(1, 2)))
 
 
 def test_weights_whose_canary_never_changes_check_no_engine():
     """Each engine would pass, also one that ignores its weights."""
     publish = functools.partial(counted, said=lambda version: -1.0)
     with pytest.raises(AssertionError, match="gives version 1 the canary of the version before"):
-        asyncio.run(check_engine(Counted(ignored=range(1, 9)), publish, prompt_ids=(1, 2), seeded=False))
+        asyncio.run(check_engine(Counted(ignored=range(1, 9)), publish, prompt_ids=(1, 2)))

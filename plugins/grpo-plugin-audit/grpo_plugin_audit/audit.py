@@ -15,8 +15,8 @@ from grpo_core.contracts.incidents import Incident
 from grpo_core.kit import EnvironmentWorker
 from grpo_plugin_audit import behaviour, misses, replies, rewards, texts
 from grpo_plugin_audit.player import Player
-from grpo_plugin_audit.records import Finding, Reply, Solution, Trial, spread
-from grpo_plugin_audit.rewards import Scale, not_applicable
+from grpo_plugin_audit.records import Check, Finding, Reply, Solution, Trial, spread
+from grpo_plugin_audit.rewards import Scale
 
 FEWEST = 4
 """Smallest number of prompts, however slow the environment is."""
@@ -34,6 +34,8 @@ ROUNDS_UNTIL = 0.6
 become slower than the first ones."""
 LEAST = 0.25
 """Smallest fraction of the time budget for playing, however long the prompts take to load."""
+STARTUP = "runtime.startup"
+"""Name of the check that the others need."""
 UNSTEADY = "rewards differ from call to call"
 STATELESS = "keep nothing of a rollout in the object or the module: a run has several processes"
 
@@ -74,7 +76,6 @@ class Audit:
     pause: float = 0.23
     clock: Callable[[], float] = time.monotonic
     player: Player = field(init=False)
-    train: list[Prompt] = field(factory=list)
     some: list[Prompt] = field(factory=list)
     """Selected prompts."""
     solutions: list[Solution] = field(factory=list)
@@ -82,9 +83,6 @@ class Audit:
     everything: list[Trial] = field(factory=list)
     _first: list[Trial] = field(factory=list)
     """The first trials of the process."""
-    _right: list[Trial] = field(factory=list)
-    _call: float = 0.0
-    """Seconds of a call with one episode, the fastest of several."""
     _steady: bool = True
     _rounds: list[list[Trial]] = field(factory=list)
     _began: float = 0.0
@@ -125,43 +123,30 @@ class Audit:
             try:
                 findings: list[Finding] = await stage()
             except GrpoError as error:
-                findings = [self._broken(stage, error)]
+                check = Check(STARTUP, f"it can be played ({stage.__name__.strip('_')})")
+                advice = "`grpo-core check` says more about the contract"
+                findings = [check.finding("failed", str(error), "", advice)]
             for finding in findings:
                 yield evolve(finding, seconds=(time.monotonic() - begin) / len(findings))
-            if any(finding.check == "runtime.startup" for finding in findings):
+            if any(finding.check == STARTUP for finding in findings):
                 return  # later stages need the results of this one
-
-    def _broken(self, stage: Any, error: GrpoError) -> Finding:
-        return Finding(
-            check="runtime.startup",
-            title=f"it can be played ({stage.__name__.strip('_')})",
-            severity="failed",
-            result=str(error),
-            advice="`grpo-core check` says more about the contract",
-        )
 
     # ------------------------------------------------------------------------------ prompts
 
     async def _prompts(self) -> list[Finding]:
-        self.train = await self.player.environment.prompts("train")
-        if not self.train:
-            return [
-                Finding(
-                    check="runtime.startup",
-                    title="prompts to train on",
-                    severity="failed",
-                    result='prompts("train") is empty; expected at least one prompt',
-                )
-            ]
-        step = max(1, len(self.train) // self.extent.prompts)
-        known = await self.player.solve(self.train[:: max(1, len(self.train) // 256)])
-        self.some = self.train[::step][: self.extent.prompts]
+        train = await self.player.environment.prompts("train")
+        if not train:
+            result = 'prompts("train") is empty; expected at least one prompt'
+            return [Check(STARTUP, "prompts to train on").finding("failed", result)]
+        step = max(1, len(train) // self.extent.prompts)
+        known = await self.player.solve(train[:: max(1, len(train) // 256)])
+        self.some = train[::step][: self.extent.prompts]
         turns = self.player.environment.about.max_turns
         held_out = await self.player.environment.prompts("validation")
         self._making = self.clock() - self._began
         return [
-            await asyncio.to_thread(texts.split_leakage, self.train, held_out, turns),
-            await asyncio.to_thread(texts.duplicates, self.train, turns),
+            await asyncio.to_thread(texts.split_leakage, train, held_out, turns),
+            await asyncio.to_thread(texts.duplicates, train, turns),
             texts.in_prompt(known),
             texts.majority(known),
         ]
@@ -172,42 +157,40 @@ class Audit:
         await self.player.solve(self.some[:FEWEST])
         few = self.some[:FEWEST]
         # the first replies of the process: a wrong one, a right one, and the wrong one again
-        wrong = [Reply(prompt=p, text=replies.NONSENSE[0], kind="first") for p in few]
-        right = [Reply(prompt=p, text=None, kind="first") for p in few if p.id in self.player.solutions]
+        wrong = [Reply(p, replies.NONSENSE[0], "first") for p in few]
+        right = [Reply(p, None, "first") for p in few if p.id in self.player.solutions]
         self._first = await self._play([*wrong, *right])
         seconds = []
         for prompt in few:
-            await self.player.play([Reply(prompt=prompt, text=replies.NONSENSE[0], kind="time")])
+            await self.player.play([Reply(prompt, replies.NONSENSE[0], "time")])
             seconds.append(self.player.last_call)
-        self._call = min(seconds)
-        self.some = self.some[: self._affordable()]
+        self.some = self.some[: self._affordable(min(seconds))]
         known = [one for one in await self.player.solve(self.some) if one.text is not None]
-        self._right = await self._play(
-            [Reply(prompt=one.prompt, text=None, kind="solution") for one in known]
-        )
-        got = {trial.prompt.id: trial for trial in self._right if trial.ended}
+        solved = await self._play([Reply(one.prompt, None, "solution") for one in known])
+        got = {trial.prompt.id: trial for trial in solved if trial.ended}
         self.solutions = [
             evolve(one, reward=got[one.prompt.id].reward, turns=got[one.prompt.id].turns)
             if one.prompt.id in got
             else one
             for one in known
         ]
-        return [rewards.oracle(self._right, self.player.environment.about.success)]
+        return [rewards.oracle(solved, self.player.environment.about.success)]
 
-    def _affordable(self) -> int:
-        """Estimate, from the first calls, the number of prompts that fit into the time budget."""
+    def _affordable(self, call: float) -> int:
+        """Estimate the number of prompts that fit into the time budget.
+
+        Args:
+            call: seconds of a call with one episode, the fastest of several.
+        """
         per_prompt = 130
-        playing = max(LEAST * self.extent.seconds, self.extent.seconds - self._making)
-        rest = max(1.0, 0.55 * playing)
-        each = max(self.player.per_episode, self._call / self.max_batch)
+        rest = max(1.0, 0.55 * self._playing)
+        each = max(self.player.per_episode, call / self.max_batch)
         if self.player.environment.about.slots == "all":
-            each = self._call / AT_ONCE
+            each = call / AT_ONCE
         return max(FEWEST, min(len(self.some), int(rest / max(1e-6, each * per_prompt))))
 
     async def _floor(self) -> list[Finding]:
-        nonsense = [
-            Reply(prompt=p, text=text, kind="nonsense") for text in replies.NONSENSE for p in self.some
-        ]
+        nonsense = [Reply(p, text, "nonsense") for text in replies.NONSENSE for p in self.some]
         trials = await self._play(nonsense)
         known = {one.prompt.id: one for one in self.solutions}
         scale = Scale(solutions=known, success=self.player.environment.about.success, floor=0.0)
@@ -231,16 +214,19 @@ class Audit:
         data = "do not let words of the reply decide; give a judge the reply as data"
         panel, scale = rewards.panel, self.scale
         return [
-            panel("semantic.canary_floor", "empty and constant replies", plain, scale, by_text, compare),
-            panel("statistical.adversarial_floor", "injected instructions", injected, scale, by_text, data),
-            panel("reward.copied_prompt", "the prompt as a reply", copied, scale, by_kind, compare),
-            panel("reward.foreign_solution", "another prompt's solution", foreign, scale, by_kind, compare),
+            panel(Check(check, title), trials, scale, by, advice)
+            for check, title, trials, by, advice in (
+                ("semantic.canary_floor", "empty and constant replies", plain, by_text, compare),
+                ("statistical.adversarial_floor", "injected instructions", injected, by_text, data),
+                ("reward.copied_prompt", "the prompt as a reply", copied, by_kind, compare),
+                ("reward.foreign_solution", "another prompt's solution", foreign, by_kind, compare),
+            )
         ]
 
     async def _forms(self) -> list[Finding]:
         surface = list(replies.surfaces(self.solutions))
         listed = list(replies.listings(self.solutions, self.extent.seed))
-        cut = [Reply(prompt=one.prompt, text=one.text, kind="cut off", cut=True) for one in self.solutions]
+        cut = [Reply(one.prompt, one.text, "cut off", cut=True) for one in self.solutions]
         if self.player.environment.about.max_turns > 1:  # these forms are made for a single turn
             surface, cut = [], []
         long = list(replies.lengthening(self.some))
@@ -292,20 +278,16 @@ class Audit:
         known = {one.prompt.id for one in self.solutions}
         wrong = ["1", *replies.NONSENSE, "0", "yes"]
         return [
-            Reply(
-                prompt=prompt,
-                text=None if index % 2 and prompt.id in known else wrong[index % len(wrong)],
-                kind="again",
-            )
+            Reply(prompt, None if index % 2 and prompt.id in known else wrong[index % len(wrong)], "again")
             for index, prompt in enumerate(self.some[:number])
         ]
 
     async def _elsewhere(self) -> list[Finding]:
         """Compare with a new process, and with the first trials of this one."""
-        anew, title = "semantic.verifier_portability", "the same rewards in another process"
-        isolated, isolation = "runtime.episode_isolation", "no state between sessions"
+        anew = Check("semantic.verifier_portability", "the same rewards in another process")
+        isolated = Check("runtime.episode_isolation", "no state between sessions")
         if not self._steady:
-            return [not_applicable(anew, title, UNSTEADY), not_applicable(isolated, isolation, UNSTEADY)]
+            return [anew.not_applicable(UNSTEADY), isolated.not_applicable(UNSTEADY)]
         where = "in a new process, in another order"
         other = self.make()
         try:
@@ -314,10 +296,10 @@ class Audit:
             there = (await player.play(self._mixed(min(ALONE, len(self.some)))[::-1]))[::-1]
         finally:
             await other.aclose()
-        found = behaviour.compared(anew, title, self._rounds[0], there, where, STATELESS)
+        found = behaviour.compared(anew, self._rounds[0], there, where, STATELESS)
         after = f"after {self.player.episodes:,} episodes of other sessions"
         now = await self._play([trial.reply for trial in self._first])
-        return [found, behaviour.compared(isolated, isolation, self._first, now, after, STATELESS)]
+        return [found, behaviour.compared(isolated, self._first, now, after, STATELESS)]
 
     # ------------------------------------------------------------------------------ all together
 
@@ -334,16 +316,19 @@ class Audit:
 
     def _late(self, until: float) -> bool:
         """Whether more than this fraction of the time budget has passed."""
-        granted = self.extent.seconds
-        playing = max(LEAST * granted, granted - self._making)
-        return self.clock() - self._began - self._making > until * playing
+        return self.clock() - self._began - self._making > until * self._playing
+
+    @property
+    def _playing(self) -> float:
+        """Seconds of the time budget for playing."""
+        return max(LEAST * self.extent.seconds, self.extent.seconds - self._making)
 
     async def _play(self, given: Sequence[Reply], until: float | None = None) -> list[Trial]:
         """Play replies; with ``until`` prompt by prompt, so that prompts can be skipped.
 
         Args:
             given: the replies.
-                    until: fraction of the time budget after which only ``FEWEST`` prompts are played.
+            until: fraction of the time budget after which only ``FEWEST`` prompts are played.
         """
         order = {prompt.id: index for index, prompt in enumerate(self.some)}
 

@@ -21,8 +21,8 @@ from grpo_core.contracts.incidents import Incident
 from grpo_core.kit import PluginHost, aio, reported_to
 from grpo_core.plugins.options import Settings, Words
 from grpo_core.processes.secrets import inert
-from grpo_plugin_audit.audit import Audit, Extent
-from grpo_plugin_audit.records import Finding, Severity
+from grpo_plugin_audit.audit import STARTUP, Audit, Extent
+from grpo_plugin_audit.records import Check, Finding, Severity
 
 STYLES: Mapping[Severity, tuple[str, str]] = {
     "passed": ("ok    ", "green"),
@@ -102,7 +102,13 @@ def audit(
         playing = played_signal(name, options, model, engine_section, prompts=prompts, seed=seed, status=show)
         found.append(evolve(aio.to_the_end(playing), seconds=time.monotonic() - begin))
         _show(console, found[0])
-    found += aio.to_the_end(_shown(console, findings(host, name, dict(options), extent)))
+
+    async def audited() -> None:
+        async for finding in findings(host, name, dict(options), extent):
+            _show(console, finding)
+            found.append(finding)
+
+    aio.to_the_end(audited())
     seconds = time.monotonic() - begin
     counts = Counter(finding.severity for finding in found)
     summary = ", ".join(f"{counts[each]} {each}" for each in COUNTED if counts[each] or each == "failed")
@@ -117,14 +123,6 @@ def audit(
         }
         json.write_text(dumps(report, indent=2, default=str) + "\n", encoding="utf-8")
     return 1 if counts["failed"] else 0
-
-
-async def _shown(console: Console, findings: AsyncIterator[Finding]) -> list[Finding]:
-    found = []
-    async for finding in findings:
-        _show(console, finding)
-        found.append(finding)
-    return found
 
 
 async def findings(
@@ -150,9 +148,7 @@ async def findings(
         except GrpoError as error:
             if error.exit_status == ConfigError.exit_status:
                 raise  # wrong options are an error of the user, not a finding
-            yield Finding(
-                check="runtime.startup", title="it can be made", severity="failed", result=str(error)
-            )
+            yield Check(STARTUP, "it can be made").finding("failed", str(error))
 
 
 def _show(console: Console, finding: Finding) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from attrs import asdict, define, field, frozen
+from attrs import define, field
 
 from grpo_core.contracts.errors import one_line, shortened
 from grpo_plugin_audit.rejudging import Judged
@@ -18,24 +18,6 @@ ERRORS = 100
 """Largest number of different errors that are counted."""
 IDS = 5
 """Number of prompt ids shown."""
-
-
-@frozen(kw_only=True, order=False)
-class Change:
-    """A rollout whose reward changed."""
-
-    step: int
-    prompt: str
-    seed: int
-    before: float | None
-    after: float | None
-    reply: str
-    error: str | None
-
-    @property
-    def size(self) -> float:
-        """Absolute change of the reward; infinite if only one of the judgements has a reward."""
-        return float("inf") if self.before is None or self.after is None else abs(self.after - self.before)
 
 
 @define(eq=False)
@@ -67,8 +49,8 @@ class TaskDifference:
     """Number of groups with unequal rewards, before and after: only these have a training signal."""
     errors: Counter[str] = field(factory=Counter)
     """Number of rollouts that are unscored now, by error."""
-    largest: list[Change] = field(factory=list)
-    """The largest change of each group, in descending order; the first of equal ones."""
+    largest: list[tuple[int, Judged]] = field(factory=list)
+    """Step and rollout of the largest change of each group, in descending order; the first of equal ones."""
 
     @property
     def changed(self) -> int:
@@ -79,9 +61,9 @@ class TaskDifference:
         """Add the rollouts of a group."""
         for each in group:
             self._count(each)
-        if changes := [_change(step, each) for each in group if each.changed]:
-            worst = max(changes, key=lambda change: change.size)
-            self.largest = heapq.nlargest(LARGEST, [*self.largest, worst], key=lambda change: change.size)
+        if changed := [(step, each) for each in group if each.changed]:
+            worst = max(changed, key=lambda one: one[1].change)
+            self.largest = heapq.nlargest(LARGEST, [*self.largest, worst], key=lambda one: one[1].change)
         self.groups += 1
         for when, rewards in enumerate(([e.stored.reward for e in group], [e.reward for e in group])):
             self.teaching[when] += len({reward for reward in rewards if reward is not None}) > 1
@@ -127,21 +109,25 @@ class TaskDifference:
             "accuracy": {"before": self.accuracy(0), "after": self.accuracy(1)},
             "groups_with_different_rewards": {"before": self.teaching[0], "after": self.teaching[1]},
             "errors": dict(self.errors.most_common()),
-            "largest_changes": [asdict(change) for change in self.largest],
+            "largest_changes": [_as_dict(*each) for each in self.largest],
         }
 
 
-def _change(step: int, each: Judged) -> Change:
+def _as_dict(step: int, each: Judged) -> dict[str, Any]:
+    return {
+        "step": step,
+        "prompt": each.prompt.id,
+        "seed": each.stored.seed,
+        "before": each.stored.reward,
+        "after": each.reward,
+        "reply": _reply(each),
+        "error": each.error,
+    }
+
+
+def _reply(each: Judged) -> str:
     last = (each.stored.messages or ({},))[-1]
-    return Change(
-        step=step,
-        prompt=each.prompt.id,
-        before=each.stored.reward,
-        after=each.reward,
-        seed=each.stored.seed,
-        reply=one_line(last.get("content") or ""),
-        error=each.error,
-    )
+    return one_line(last.get("content") or "")
 
 
 # ---------------------------------------------------------------------------------- text
@@ -196,10 +182,10 @@ def _changes(difference: TaskDifference, width: int) -> Iterator[str]:
     if not changes:
         return
     yield f"\n  the largest changes of {len(changes)} groups:" if len(changes) > 1 else ""
-    for change in changes:
-        line = f"  step {change.step}, prompt {shortened(change.prompt, 40)}: {_value(change.before)} -> "
-        line += _value(change.after)
-        why = change.error or change.reply
+    for step, each in changes:
+        line = f"  step {step}, prompt {shortened(each.prompt.id, 40)}: {_value(each.stored.reward)} -> "
+        line += _value(each.reward)
+        why = each.error or _reply(each)
         if len(line) + 30 <= width:
             yield shortened(f"{line}  {why}", width)
         else:

@@ -12,8 +12,8 @@ from attrs import evolve, frozen
 
 from grpo_core import Prompt
 from grpo_core.kit import read_json
-from grpo_plugin_audit.records import Finding, Reply, Solution, Trial, text_of
-from grpo_plugin_audit.rewards import Scale, not_applicable, panel
+from grpo_plugin_audit.records import Check, Finding, Reply, Solution, Trial, text_of
+from grpo_plugin_audit.rewards import Scale, panel
 
 NUMBERS = 8
 """Largest number of a prompt's numbers that are tried as its answer."""
@@ -146,19 +146,19 @@ def near_misses(solutions: Sequence[Solution]) -> Iterator[Reply]:
         for miss in MISSES:
             wrong = miss.make(answer)
             if wrong is not None and wrong != answer and not own.deserves(said := before + wrong + after):
-                yield Reply(prompt=own.prompt, text=said, kind=miss.kind)
+                yield Reply(own.prompt, said, miss.kind)
 
 
 def near(trials: Sequence[Trial], scale: Scale) -> Finding:
     """Judge near misses: full marks are a fault, partial credit is not."""
-    check, title = "reward.near_misses", "near misses of its solutions"
-    if not any(one.reward is not None for one in scale.solutions.values()):
-        return not_applicable(check, title, "no solution is known")
+    check = Check("reward.near_misses", "near misses of its solutions")
+    if not scale.rewards:
+        return check.not_applicable("no solution is known")
     often = Counter(trial.kind for trial in trials)
     trials = [trial for trial in trials if often[trial.kind] >= FEWEST_TRIALS]
     advice = "compare the whole answer, without a tolerance that the prompt does not grant"
     sure, may = (
-        panel(check, title, some, scale, lambda trial: trial.kind, advice, partial=False)
+        panel(check, some, scale, lambda trial: trial.kind, advice, partial=False)
         for some in (
             [trial for trial in trials if trial.kind in SURELY_WRONG],
             [trial for trial in trials if trial.kind not in SURELY_WRONG],
@@ -166,11 +166,8 @@ def near(trials: Sequence[Trial], scale: Scale) -> Finding:
     )
     if may.severity == "failed":
         may = evolve(may, severity="warned", advice=f"{advice}; if such an answer is right, ignore this")
-    bad = next((one for one in (sure, may) if one.severity == "failed"), None)
-    bad = bad or next((one for one in (sure, may) if one.severity == "warned"), None)
-    if bad is not None:
-        return bad
-    return next((one for one in (sure, may) if one.severity in ("noted", "passed")), sure)
+    ranks = {"failed": 0, "warned": 1, "noted": 2, "passed": 2, "not applicable": 3}
+    return min(sure, may, key=lambda one: ranks[one.severity])
 
 
 # ---------------------------------------------------------------------------------- what the prompt names
@@ -183,23 +180,19 @@ def prompt_numbers(prompts: Sequence[Prompt], form: tuple[str, str]) -> Iterator
         numbers = list(dict.fromkeys(_WHOLE_NUMBER.findall(text_of(prompt))))
         if not numbers:
             continue
-        yield Reply(
-            prompt=prompt,
-            text=f"{before}{max(numbers, key=float)}{after}",
-            kind="the prompt's largest number",
-        )
+        yield Reply(prompt, f"{before}{max(numbers, key=float)}{after}", "the prompt's largest number")
         some = numbers[:: max(1, len(numbers) // NUMBERS)][:NUMBERS]
         for index, number in enumerate(some, 1):
-            yield Reply(prompt=prompt, text=f"{before}{number}{after}", kind=f"number {index} of the prompt")
+            yield Reply(prompt, f"{before}{number}{after}", f"number {index} of the prompt")
 
 
 def numbers(trials: Sequence[Trial], scale: Scale) -> Finding:
     """Judge replies with a number of the prompt that is not the answer."""
-    check, title = "reward.prompt_numbers", "numbers of the prompt as answers"
-    if not any(one.reward is not None for one in scale.solutions.values()):
-        return not_applicable(check, title, "no solution is known, and one of them may be right")
+    check = Check("reward.prompt_numbers", "numbers of the prompt as answers")
+    if not scale.rewards:
+        return check.not_applicable("no solution is known, and one of them may be right")
     advice = "do not reward a number that the prompt contains"
-    return panel(check, title, trials, scale, lambda trial: trial.kind, advice)
+    return panel(check, trials, scale, lambda trial: trial.kind, advice)
 
 
 def named_moves(prompts: Sequence[Prompt], turns: int) -> Iterator[Reply]:
@@ -217,9 +210,9 @@ def named_moves(prompts: Sequence[Prompt], turns: int) -> Iterator[Reply]:
         text = text_of(prompt)
         for move in moves:
             if move in text or move not in named:
-                yield Reply(prompt=prompt, text=move, kind="a move that the prompt names")
+                yield Reply(prompt, move, "a move that the prompt names")
         if turns > 1 and len(often) > 1:
-            yield Reply(prompt=prompt, text=often[0], then=tuple(often[1:]), kind="the named moves in turn")
+            yield Reply(prompt, often[0], "the named moves in turn", then=tuple(often[1:]))
 
 
 def _same(move: str) -> str:
@@ -230,8 +223,8 @@ def _same(move: str) -> str:
 
 def moves(trials: Sequence[Trial], scale: Scale) -> Finding:
     """Judge replies that always make the same move."""
-    check, title = "reward.named_moves", "moves that the prompt names"
+    check = Check("reward.named_moves", "moves that the prompt names")
     if not trials:
-        return not_applicable(check, title, "no prompt names a move in brackets")
+        return check.not_applicable("no prompt names a move in brackets")
     advice = "enforce the rules of the game, and reward progress beyond its beginning"
-    return panel(check, title, trials, scale, lambda trial: f"{trial.kind} {trial.said}", advice)
+    return panel(check, trials, scale, lambda trial: f"{trial.kind} {trial.said}", advice)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from attrs import define, evolve, field
 
-from grpo_core import Episode, Feedback, Prompt
+from grpo_core import Episode, Prompt
 from grpo_core.kit import EnvironmentWorker
 from grpo_core.text.response_formats import assistant_message
 from grpo_plugin_audit.records import Reply, Solution, Trial
@@ -25,7 +25,7 @@ class _Game:
 
     reply: Reply
     episode: Episode
-    feedback: Feedback = field(factory=lambda: Feedback(done=False))
+    error: str | None = None
     reward: float | None = None
     said: str = ""
     answers: tuple[str, ...] = ()
@@ -126,7 +126,7 @@ class Player:
             group = names[index - index % self._members]
             game = _Game(reply, Episode(prompt=prompt, messages=prompt.messages, session=name, group=group))
             if (error := opened[index].error) is not None:
-                game.feedback, game.over = Feedback(error=f"there is no session: {error}"), True
+                game.error, game.over = f"there is no session: {error}", True
             games.append(game)
         self._tools = any(one.tools for one in opened)
         return games
@@ -172,7 +172,7 @@ class Player:
         for game, feedback in zip(shown, judged, strict=True):
             if game.over:  # evaluated again only as part of its group
                 continue
-            game.feedback = feedback
+            game.error = feedback.error
             if feedback.error is None and (feedback.reward is not None or not feedback.done):
                 game.reward = (game.reward or 0.0) + (feedback.reward or 0.0)
             game.over = last or feedback.done or feedback.error is not None
@@ -182,12 +182,11 @@ class Player:
 
 
 def _trial(game: _Game) -> Trial:
-    error = game.feedback.error
     return Trial(
         reply=game.reply,
         said=game.said,
-        reward=None if error is not None else game.reward,
-        error=error,
+        reward=None if game.error is not None else game.reward,
+        error=game.error,
         ended=not game.stuck,
         answers=game.answers,
         turns=game.turns,

@@ -63,17 +63,44 @@ class Finding:
     seconds: float = 0.0
 
 
-@frozen(kw_only=True)
+@frozen
+class Check:
+    """The name and the title of a check, which its findings have."""
+
+    name: str
+    title: str
+
+    def finding(self, severity: Severity, result: str, evidence: object = "", advice: str = "") -> Finding:
+        """Return a finding.  If the check is passed, there is no example and no advice.
+
+        Args:
+            evidence: an example, such as a trial; None if there is none.
+        """
+        passed = severity == "passed"
+        return Finding(
+            check=self.name,
+            title=self.title,
+            severity=severity,
+            result=result,
+            evidence="" if passed else str(evidence or ""),
+            advice="" if passed else advice,
+        )
+
+    def not_applicable(self, why: str) -> Finding:
+        return self.finding("not applicable", why)
+
+
+@frozen
 class Reply:
     """A reply to try with a prompt."""
 
     prompt: Prompt
     text: str | None
     """Text of each turn, or with ``then`` of the first turn; None plays the environment's solutions."""
-    then: tuple[str, ...] = ()
-    """Texts of the next turns; after the last one the sequence repeats."""
     kind: str
     """Name of the probe."""
+    then: tuple[str, ...] = ()
+    """Texts of the next turns; after the last one the sequence repeats."""
     cut: bool = False
     """Whether the reply is marked as cut off by a token limit."""
 

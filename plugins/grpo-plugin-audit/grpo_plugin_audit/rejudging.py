@@ -12,10 +12,10 @@ import asyncio
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from math import fsum
+from math import fsum, inf
 from typing import Any
 
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 
 from grpo_core import (
     ConfigError,
@@ -31,6 +31,7 @@ from grpo_core import (
 )
 from grpo_core.app.tasks import Tasks
 from grpo_core.contracts.playing import EnvironmentClient
+from grpo_core.contracts.protocols import Description
 from grpo_core.kit import Judgement
 
 AT_ONCE = 256
@@ -41,49 +42,16 @@ ROWS = 1000
 _SESSIONS = itertools.count()
 
 
-@frozen(kw_only=True)
+@define(eq=False)
 class Judged:
-    """A stored rollout and its new judgement."""
+    """A stored rollout whose turns are judged again."""
 
-    prompt: Prompt
     group: int
     """Index of the group in its file."""
-    stored: Rollout
-    reward: float | None = None
-    success: bool | None = None
-    metrics: Mapping[str, float] = field(factory=dict)
-    turn_rewards: tuple[float, ...] = ()
-    turn_states: tuple[str, ...] = ()
-    answer: str | None = None
-    train: bool = True
-    error: str | None = None
-    """Reason for a missing reward."""
-    answers_differ: bool = False
-    """Whether a message of the environment differs from the stored one."""
-    unfinished: bool = False
-    """Whether the environment continues after the end of the stored conversation."""
-
-    @property
-    def moved(self) -> bool:
-        """Whether the reward changed by more than rounding."""
-        old, new = self.stored.reward, self.reward
-        if old is None or new is None:
-            return old is not new
-        return not advantages.equal([old, new])
-
-    @property
-    def changed(self) -> bool:
-        """Whether the reward changed, or the success of a rollout that stays scored."""
-        return self.moved or (self.reward is not None and self.stored.success is not self.success)
-
-
-@define(eq=False)
-class _Replay:
-    """A stored rollout whose turns are being judged again."""
-
-    group: int
     prompt: Prompt
     stored: Rollout
+    about: Description
+    """Facts about the environment that judges."""
     ends: list[int] = field(init=False)
     """Number of messages up to each completion."""
     tokens: list[int] = field(init=False)
@@ -93,15 +61,18 @@ class _Replay:
     turn_rewards: list[float] = field(init=False)
     """Rewards of the turns; the environment may end the rollout before the last one."""
     turn_states: list[str] = field(init=False)
-    metrics: dict[str, list[float]] = field(factory=dict)
-    """Values that the turns gave, by name."""
+    values: dict[str, list[float]] = field(factory=dict)
+    """Values that the turns gave for each metric."""
     left_out: Collection[str] = ()
     """Metrics that are not finite numbers in a turn."""
     answer: str | None = None
     train: bool = True
     error: str | None = None
-    differs: bool = False
+    """Reason for a missing reward."""
+    answers_differ: bool = False
+    """Whether a message of the environment differs from the stored one."""
     unfinished: bool = False
+    """Whether the environment continues after the end of the stored conversation."""
     done: bool = False
 
     def __attrs_post_init__(self) -> None:
@@ -138,7 +109,7 @@ class _Replay:
             return
         self.turn_rewards[self.turn], self.turn_states[self.turn] = feedback.reward or 0.0, feedback.state
         for name, value in feedback.metrics.items():
-            self.metrics.setdefault(name, []).append(value)
+            self.values.setdefault(name, []).append(value)
         self.left_out = {*self.left_out, *feedback.left_out}
         self.answer = self.answer if feedback.answer is None else feedback.answer
         self.train = self.train and feedback.train
@@ -146,7 +117,7 @@ class _Replay:
         if not last:
             answer = self.stored.messages[self.ends[self.turn] : self.ends[self.turn + 1] - 1]
             said = () if feedback.done else feedback.messages
-            self.differs = self.differs or _texts(answer) != _texts(said)
+            self.answers_differ = self.answers_differ or _texts(answer) != _texts(said)
         self.unfinished = last and not feedback.done and self.stored.finish_reason == "stop"
         self.done = last or feedback.done
         self.turn += not self.done
@@ -154,56 +125,69 @@ class _Replay:
     def fail(self, error: str) -> None:
         self.done, self.error = True, error
 
-    def judged(self, environment: EnvironmentClient) -> Judged:
-        threshold = environment.about.success
-        reward = None if self.error is not None else fsum(self.turn_rewards)
-        return Judged(
-            prompt=self.prompt,
-            group=self.group,
-            stored=self.stored,
-            reward=reward,
-            success=None
-            if threshold is None or reward is None
-            else advantages.reaches(reward, threshold, self.turn_rewards),
-            metrics={
-                name: rewards.combined(values, name, environment.about.combine)
-                for name, values in self.metrics.items()
-                if name not in self.left_out
-            },
-            turn_rewards=tuple(self.turn_rewards),
-            turn_states=tuple(self.turn_states) if any(self.turn_states) else (),
-            answer=self.answer,
-            train=self.train and (self.stored.train or not self.stored.truncated),
-            error=self.error,
-            answers_differ=self.differs,
-            unfinished=self.unfinished,
-        )
+    @property
+    def reward(self) -> float | None:
+        """The new reward, or None after an error."""
+        return None if self.error is not None else fsum(self.turn_rewards)
+
+    @property
+    def success(self) -> bool | None:
+        if self.about.success is None or (reward := self.reward) is None:
+            return None
+        return advantages.reaches(reward, self.about.success, self.turn_rewards)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of all turns, without those that are not finite numbers in a turn."""
+        return {
+            name: rewards.combined(values, name, self.about.combine)
+            for name, values in self.values.items()
+            if name not in self.left_out
+        }
+
+    @property
+    def moved(self) -> bool:
+        """Whether the reward changed by more than rounding."""
+        old, new = self.stored.reward, self.reward
+        if old is None or new is None:
+            return old is not new
+        return not advantages.equal([old, new])
+
+    @property
+    def change(self) -> float:
+        """Absolute change of the reward; infinite if only one of the judgements has a reward."""
+        old, new = self.stored.reward, self.reward
+        return inf if old is None or new is None else abs(new - old)
+
+    @property
+    def changed(self) -> bool:
+        """Whether the reward changed, or the success of a rollout that stays scored."""
+        return self.moved or (self.reward is not None and self.stored.success is not self.success)
 
 
 async def judge(
     groups: Sequence[tuple[int, Group]], environments: Mapping[str, EnvironmentClient]
 ) -> list[Judged]:
-    """Judge the rollouts of groups again, in order.
+    """Judge the rollouts of groups again, in the order of the file.
 
     Args:
         groups: groups with their current prompts, each with its index in its file.
         environments: started environments of their tasks.
     """
-    found: dict[int, list[Judged]] = {}
+    found: list[Judged] = []
     by_task: dict[str, list[tuple[int, Group]]] = defaultdict(list)
     for index, group in groups:
         by_task[group.prompt.environment].append((index, group))
     for task, part in by_task.items():
         for some in _parts(part):
             replays = [
-                _Replay(group=index, prompt=group.prompt, stored=rollout)
+                Judged(index, group.prompt, rollout, environments[task].about)
                 for index, group in some
                 for rollout in group.rollouts
             ]
             await _replay(replays, environments[task])
-            for replay in replays:
-                found.setdefault(replay.group, []).append(replay.judged(environments[task]))
-    return [each for index, _ in groups for each in found.get(index, ())]
+            found += replays
+    return sorted(found, key=lambda each: each.group)
 
 
 def _parts(groups: Sequence[tuple[int, Group]]) -> Iterator[list[tuple[int, Group]]]:
@@ -216,7 +200,7 @@ def _parts(groups: Sequence[tuple[int, Group]]) -> Iterator[list[tuple[int, Grou
     yield part
 
 
-async def _replay(replays: Sequence[_Replay], environment: EnvironmentClient) -> None:
+async def _replay(replays: Sequence[Judged], environment: EnvironmentClient) -> None:
     """Evaluate the turns of rollouts of one environment again."""
     waiting = [each for each in replays if not each.done]
     try:
@@ -232,7 +216,7 @@ async def _replay(replays: Sequence[_Replay], environment: EnvironmentClient) ->
         await environment.close([each.session for each in waiting])
 
 
-def _to_show(replays: Sequence[_Replay], whole_groups: bool) -> list[_Replay]:
+def _to_show(replays: Sequence[Judged], whole_groups: bool) -> list[Judged]:
     """Return the rollouts to evaluate next; tool calls come before the comparison of a group."""
     live = [each for each in replays if not each.done]
     if not whole_groups:

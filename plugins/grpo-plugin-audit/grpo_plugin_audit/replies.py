@@ -102,7 +102,7 @@ def constant_replies(prompts: Sequence[Prompt], form: tuple[str, str] = ("", "")
             forms = dict.fromkeys((text, f"{before}{text}{after}"))
             for said in forms:
                 for prompt in prompts:
-                    yield Reply(prompt=prompt, text=said, kind=kind)
+                    yield Reply(prompt, said, kind)
 
 
 def copied_prompts(prompts: Sequence[Prompt], form: tuple[str, str] = ("", "")) -> Iterator[Reply]:
@@ -110,14 +110,12 @@ def copied_prompts(prompts: Sequence[Prompt], form: tuple[str, str] = ("", "")) 
     before, after = form
     for prompt in prompts:
         text = text_of(prompt)
-        yield Reply(prompt=prompt, text=text, kind="copied prompt")
+        yield Reply(prompt, text, "copied prompt")
         table = max(_TABLE.findall(text), key=len, default="").strip("\n")
         if table.strip() and table != text:
-            yield Reply(prompt=prompt, text=f"{before}{table}{after}", kind="the prompt's table")
+            yield Reply(prompt, f"{before}{table}{after}", "the prompt's table")
             if (filled := _GAP.sub("1", table)) != table:
-                yield Reply(
-                    prompt=prompt, text=f"{before}{filled}{after}", kind="its table with 1 in the gaps"
-                )
+                yield Reply(prompt, f"{before}{filled}{after}", "its table with 1 in the gaps")
 
 
 _TABLE = re.compile(r"(?:^[^\S\n]*\S{1,3}(?:[^\S\n]+\S{1,3}){2,}[^\S\n]*(?:\n|\Z)){3,}", re.MULTILINE)
@@ -136,9 +134,9 @@ def foreign_solutions(solutions: Sequence[Solution]) -> Iterator[Reply]:
         if not others:
             continue
         alike = next((other for other in others if _shape(other) == _shape(own)), others[0])
-        yield Reply(prompt=own.prompt, text=others[0].text, kind="another prompt's solution")
+        yield Reply(own.prompt, others[0].text, "another prompt's solution")
         if alike is not others[0]:
-            yield Reply(prompt=own.prompt, text=alike.text, kind="another prompt's solution of the same form")
+            yield Reply(own.prompt, alike.text, "another prompt's solution of the same form")
 
 
 def _shape(solution: Solution) -> str:
@@ -150,9 +148,7 @@ def lengthening(prompts: Sequence[Prompt]) -> Iterator[Reply]:
     """Yield nonsense of increasing length for each prompt."""
     for length in LENGTHS:
         for prompt in prompts:
-            yield Reply(
-                prompt=prompt, text=("so " * length)[:length], kind=f"nonsense of {length} characters"
-            )
+            yield Reply(prompt, ("so " * length)[:length], f"nonsense of {length} characters")
 
 
 def listings(solutions: Sequence[Solution], seed: int) -> Iterator[Reply]:
@@ -171,7 +167,7 @@ def listings(solutions: Sequence[Solution], seed: int) -> Iterator[Reply]:
             position = {"first": 0, "middle": len(given) // 2, "last": len(given)}[listing.position]
             given.insert(position, own.text if listing.formatted else own.answer)
             text = ("\n" if listing.formatted else ", ").join(given)
-            yield Reply(prompt=own.prompt, text=text, kind=listing.kind)
+            yield Reply(own.prompt, text, listing.kind)
 
 
 def _others(own: Solution, solutions: Sequence[Solution], drawn: random.Random) -> list[Solution]:
@@ -193,4 +189,4 @@ def surfaces(solutions: Sequence[Solution]) -> Iterator[Reply]:
             inner = own.answer if wraps else own.text
             text = form.format(inner, upper=inner.upper(), lower=inner.lower())
             if text != own.text:
-                yield Reply(prompt=own.prompt, text=text, kind=name)
+                yield Reply(own.prompt, text, name)

@@ -12,6 +12,7 @@ from attrs import frozen
 from grpo_core import advantages
 from grpo_plugin_audit.records import (
     TOLERANCE,
+    Check,
     Finding,
     Rate,
     Severity,
@@ -64,10 +65,19 @@ class Scale:
         known = self.solutions.get(trial.prompt.id)
         return known is not None and known.deserves(trial.said)
 
+    def rate(self, trials: Sequence[Trial]) -> Rate:
+        """Return how many replies get full marks."""
+        return Rate(sum(map(self.wins, trials)), len(trials))
+
+    @property
+    def rewards(self) -> list[float]:
+        """The known rewards of solutions."""
+        return [one.reward for one in self.solutions.values() if one.reward is not None]
+
     @property
     def known(self) -> bool:
         """Whether the reward of a right reply is known."""
-        return self.success is not None or any(one.reward is not None for one in self.solutions.values())
+        return self.success is not None or bool(self.rewards)
 
 
 def severity_of(rate: Rate, share: float = 0.0) -> Severity:
@@ -84,7 +94,7 @@ def severity_of(rate: Rate, share: float = 0.0) -> Severity:
 
 def oracle(trials: Sequence[Trial], success: float | None) -> Finding:
     """Judge the environment's solutions."""
-    check, title = "semantic.oracle_max", "its own solutions"
+    check = Check("semantic.oracle_max", "its own solutions")
     ended = [trial for trial in trials if trial.ended]
     if not ended:
         why = (
@@ -92,11 +102,9 @@ def oracle(trials: Sequence[Trial], success: float | None) -> Finding:
             if trials
             else "solve(prompt) knows no reply"
         )
-        return Finding(
-            check=check,
-            title=title,
-            severity="not applicable",
-            result=f"{why}: false positives and negatives are only partly known",
+        return check.finding(
+            "not applicable",
+            f"{why}: false positives and negatives are only partly known",
             advice="define solve(prompt), by default the prompt's answer, so that right replies are known",
         )
     best = max((trial.reward for trial in ended if trial.reward is not None), default=None)
@@ -107,22 +115,20 @@ def oracle(trials: Sequence[Trial], success: float | None) -> Finding:
     rate = Rate(len(right), len(ended))
     wrong = next((trial for trial in ended if trial not in right), None)
     what = f"at least {full:g}, which it declares as success" if success is not None else f"the most, {full}"
-    return Finding(
-        check=check,
-        title=title,
-        severity="passed" if wrong is None else "failed" if success is not None else "warned",
-        result=f"{rate} get {what}",
-        evidence="" if wrong is None else str(wrong),
-        advice="" if wrong is None else "correct evaluate, solve or the answers: right replies are punished",
+    return check.finding(
+        "passed" if wrong is None else "failed" if success is not None else "warned",
+        f"{rate} get {what}",
+        wrong,
+        "correct evaluate, solve or the answers: right replies are punished",
     )
 
 
 def floor(trials: Sequence[Trial], scale: Scale) -> Finding:
     """Judge the distance of solutions from nonsense."""
-    check, title = "semantic.floor_gap", "solutions above nonsense"
+    check = Check("semantic.floor_gap", "solutions above nonsense")
     known = [one for one in scale.solutions.values() if one.reward is not None]
     if not known:
-        return not_applicable(check, title, "no solution is known")
+        return check.not_applicable("no solution is known")
     worst: dict[str, Trial] = {}
     for trial in trials:
         if trial.reward is not None and not scale.deserves(trial):
@@ -134,23 +140,21 @@ def floor(trials: Sequence[Trial], scale: Scale) -> Finding:
     bad = [t for reward, t in compared if reward - (t.reward or 0.0) <= max(MARGIN * whole, TOLERANCE)]
     rate = Rate(len(compared) - len(bad), len(compared))
     mean = fmean(reward for reward, _ in compared) if compared else 0.0
-    return Finding(
-        check=check,
-        title=title,
-        severity="failed" if 2 * len(bad) >= max(1, len(compared)) else "warned" if bad else "passed",
-        result=f"{rate}; solutions get {mean:.3g} on average, nonsense {scale.floor:.3g}",
-        evidence=f"{bad[0]}, its solution gets {scale.solutions[bad[0].prompt.id].reward:g}" if bad else "",
-        advice="nothing can be learned where a solution gets no more than nonsense" if bad else "",
+    return check.finding(
+        "failed" if 2 * len(bad) >= max(1, len(compared)) else "warned" if bad else "passed",
+        f"{rate}; solutions get {mean:.3g} on average, nonsense {scale.floor:.3g}",
+        f"{bad[0]}, its solution gets {scale.solutions[bad[0].prompt.id].reward:g}" if bad else "",
+        "nothing can be learned where a solution gets no more than nonsense",
     )
 
 
 def surface_forms(trials: Sequence[Trial], scale: Scale) -> Finding:
     """Judge right replies in other forms; false negatives are noted, not failed."""
-    check, title = "reward.surface_forms", "right replies in other forms"
+    check = Check("reward.surface_forms", "right replies in other forms")
     by_kind = {kind: [t for t in trials if t.kind == kind] for kind in SURFACES}
-    rates = {kind: Rate(sum(map(scale.wins, each)), len(each)) for kind, each in by_kind.items() if each}
+    rates = {kind: scale.rate(each) for kind, each in by_kind.items() if each}
     if not rates or not scale.known:
-        return not_applicable(check, title, "no solution is known, or each turn has another one")
+        return check.not_applicable("no solution is known, or each turn has another one")
     refused = [kind for kind, rate in rates.items() if 2 * rate.successes < rate.trials]
     accepted = [kind for kind in rates if kind not in refused]
     total = Rate(sum(r.trials - r.successes for r in rates.values()), sum(r.trials for r in rates.values()))
@@ -158,54 +162,32 @@ def surface_forms(trials: Sequence[Trial], scale: Scale) -> Finding:
     result = f"{total} are not accepted"
     result += f"; refused: {', '.join(refused)}" if refused else ""
     result += f"; accepted: {', '.join(accepted)}" if accepted else ""
-    return Finding(
-        check=check,
-        title=title,
-        severity="noted" if refused else "passed",
-        result=result,
-        evidence="" if example is None else str(example),
-        advice="let the prompt ask for the exact form, or accept the forms that mean the same"
-        if refused
-        else "",
-    )
+    advice = "let the prompt ask for the exact form, or accept the forms that mean the same"
+    return check.finding("noted" if refused else "passed", result, example, advice)
 
 
 # ---------------------------------------------------------------------------------- wrong replies
 
 
-@frozen(kw_only=True)
-class _Exploit:
-    """A set of wrong replies and its rewards."""
-
-    rate: Rate
-    share: float
-    example: Trial
-
-    @property
-    def severity(self) -> Severity:
-        return severity_of(self.rate, self.share)
-
-
 def exploits(
     trials: Iterable[Trial], scale: Scale, by: Callable[[Trial], str], *, partial: bool = True
-) -> list[_Exploit]:
-    """Return the rewards of each set of replies where they are wrong, the worst set first."""
+) -> list[tuple[Rate, float, Trial]]:
+    """Return full marks, mean share and an example of each set of wrong replies, the worst set first."""
     groups: dict[str, list[Trial]] = defaultdict(list)
     for trial in trials:
         if not scale.deserves(trial):
             groups[by(trial)].append(trial)
     found = []
     for each in groups.values():
-        rate = Rate(sum(map(scale.wins, each)), len(each))
+        rate = scale.rate(each)
         share = fmean(map(scale.share, each)) if partial and len(each) >= 4 else 0.0
         example = max(each, key=lambda trial: (scale.wins(trial), scale.share(trial)))
-        found.append(_Exploit(rate=rate, share=share, example=example))
-    return sorted(found, key=lambda one: (one.rate.interval[0], one.share), reverse=True)
+        found.append((rate, share, example))
+    return sorted(found, key=lambda one: (one[0].interval[0], one[1]), reverse=True)
 
 
 def panel(
-    check: str,
-    title: str,
+    check: Check,
     trials: Sequence[Trial],
     scale: Scale,
     by: Callable[[Trial], str],
@@ -218,35 +200,30 @@ def panel(
     Without ``partial``, partial credit is accepted and only full marks count.
     """
     if not trials:
-        return not_applicable(check, title, "it was not played")
+        return check.not_applicable("it was not played")
     if not scale.known:
-        return not_applicable(check, title, "cannot be checked: declare success, or define solve(prompt)")
+        return check.not_applicable("cannot be checked: declare success, or define solve(prompt)")
     found = exploits(trials, scale, by, partial=partial)
     if not found:
-        return not_applicable(check, title, "each of these replies is an answer")
-    worst = found[0]
-    if worst.severity == "passed":
-        result = f"none of {len(found)} kinds of replies gets full marks: {worst.rate} for the best of them"
-        return Finding(check=check, title=title, severity="passed", result=result)
-    many = sum(one.severity in ("failed", "warned") for one in found)
-    guessed = _guessed(trials, scale) and worst.share < WHOLE
-    return Finding(
-        check=check,
-        title=title,
-        severity="noted" if guessed else worst.severity,
-        result=f"{worst.example.kind}: full marks for {worst.rate} prompts"
-        + (_part_of(worst.share, scale) if partial else "")
-        + (f"; and {many - 1} more kinds" if many > 1 else ""),
-        evidence=str(worst.example),
-        advice="other replies win other prompts: with few options, guessing does as well"
-        if guessed
-        else advice,
-    )
+        return check.not_applicable("each of these replies is an answer")
+    rate, share, example = found[0]
+    severity = severity_of(rate, share)
+    if severity == "passed":
+        result = f"none of {len(found)} kinds of replies gets full marks: {rate} for the best of them"
+        return check.finding("passed", result)
+    many = sum(severity_of(*one[:2]) in ("failed", "warned") for one in found)
+    result = f"{example.kind}: full marks for {rate} prompts"
+    result += _part_of(share, scale) if partial else ""
+    result += f"; and {many - 1} more kinds" if many > 1 else ""
+    if _guessed(trials, scale) and share < WHOLE:
+        severity = "noted"
+        advice = "other replies win other prompts: with few options, guessing does as well"
+    return check.finding(severity, result, example, advice)
 
 
 def _guessed(trials: Sequence[Trial], scale: Scale) -> bool:
     """Whether, without known answers, different replies win different prompts, as lucky guesses do."""
-    if any(one.reward is not None for one in scale.solutions.values()):
+    if scale.rewards:
         return False
     winners: dict[str, set[str]] = defaultdict(set)
     for trial in trials:
@@ -258,7 +235,7 @@ def _guessed(trials: Sequence[Trial], scale: Scale) -> bool:
 
 def _part_of(share: float, scale: Scale) -> str:
     """Describe a mean reward as a share of a solution's reward, or of the declared success."""
-    if any(one.reward is not None for one in scale.solutions.values()):
+    if scale.rewards:
         return f", {share:.0%} of a solution's reward on average"
     if scale.success is None or advantages.reaches(scale.floor, scale.success):
         return ""  # nonsense is a success already, so there is no scale
@@ -267,14 +244,11 @@ def _part_of(share: float, scale: Scale) -> str:
 
 def listing(trials: Sequence[Trial], scale: Scale) -> Finding:
     """Judge lists that contain the right answer: a policy can list all candidates without knowing it."""
-    check, title = "reward.listing", "listing every option"
-    rates = {}
-    for each in LISTINGS:
-        given = [trial for trial in trials if trial.kind == each.kind]
-        if given:
-            rates[each] = Rate(sum(map(scale.wins, given)), len(given))
+    check = Check("reward.listing", "listing every option")
+    by_kind = {each: [trial for trial in trials if trial.kind == each.kind] for each in LISTINGS}
+    rates = {each: scale.rate(given) for each, given in by_kind.items() if given}
     if not rates or not scale.known:
-        return not_applicable(check, title, "no solutions with different answers are known")
+        return check.not_applicable("no solutions with different answers are known")
     severity: Severity = "passed"
     result = "no list of answers gets full marks"
     guilty = ""
@@ -290,41 +264,30 @@ def listing(trials: Sequence[Trial], scale: Scale) -> Finding:
             result = f"of several {named} the {wins[0].position} one counts"
     example = next((t for t in trials if t.kind == guilty and scale.wins(t)), None)
     numbers = ", ".join(f"{one.position} {rate.successes}/{rate.trials}" for one, rate in rates.items())
-    return Finding(
-        check=check,
-        title=title,
-        severity=severity,
-        result=f"{result} ({numbers})",
-        evidence="" if example is None else str(example),
-        advice=""
-        if severity == "passed"
-        else "judge one answer, in a form that the prompt asks for, and do not reward a reply with several",
-    )
+    advice = "judge one answer, in a form that the prompt asks for, and do not reward a reply with several"
+    return check.finding(severity, f"{result} ({numbers})", example, advice)
 
 
 def length(trials: Sequence[Trial], scale: Scale) -> Finding:
     """Judge whether longer nonsense gets higher rewards."""
-    check, title = "reward.length", "long nonsense"
+    check = Check("reward.length", "long nonsense")
     by_kind: dict[str, list[Trial]] = defaultdict(list)
     for trial in trials:
         if trial.reward is not None and trial.kind.startswith("nonsense of"):
             by_kind[trial.kind].append(trial)
     means = {kind: fmean(trial.reward or 0.0 for trial in each) for kind, each in by_kind.items()}
     if len(means) < 2:
-        return not_applicable(check, title, "it was not played")
+        return check.not_applicable("it was not played")
     values = list(means.values())
-    best = [one.reward for one in scale.solutions.values() if one.reward is not None]
-    whole = max(spread([*values, *best]), TOLERANCE)
+    whole = max(spread([*values, *scale.rewards]), TOLERANCE)
     grows = all(after >= before - TOLERANCE for before, after in itertools.pairwise(values))
     longer = grows and values[-1] - values[0] > MARGIN * whole
     result = ", ".join(f"{kind.split()[2]} characters {value:.3g}" for kind, value in means.items())
-    return Finding(
-        check=check,
-        title=title,
-        severity="failed" if longer else "passed",
-        result=f"mean rewards: {result}",
-        evidence=str(by_kind[list(means)[-1]][0]) if longer else "",
-        advice="do not reward length: a policy grows its replies up to the limit" if longer else "",
+    return check.finding(
+        "failed" if longer else "passed",
+        f"mean rewards: {result}",
+        by_kind[list(means)[-1]][0],
+        "do not reward length: a policy grows its replies up to the limit",
     )
 
 
@@ -333,22 +296,16 @@ def length(trials: Sequence[Trial], scale: Scale) -> Finding:
 
 def unfinished(trials: Sequence[Trial], scale: Scale) -> Finding:
     """Judge whether solutions get their reward although a token limit cut them off."""
-    check, title = "reward.unfinished", "replies that a token limit cuts off"
+    check = Check("reward.unfinished", "replies that a token limit cuts off")
     if not trials:
-        return not_applicable(check, title, "no solution of one turn is known")
+        return check.not_applicable("no solution of one turn is known")
     paid = [trial for trial in trials if scale.share(trial) >= WHOLE]
-    return Finding(
-        check=check,
-        title=title,
-        severity="noted" if paid else "passed",
-        result=f"{Rate(len(paid), len(trials))} are rewarded like the ones that end",
-        evidence=str(paid[0]) if paid else "",
-        advice=""
-        if not paid
-        else (
-            "a model may learn not to end (metric accuracy_finished): look at episode.truncated in evaluate, "
-            'or set rollout.truncated = "mask"'
-        ),
+    return check.finding(
+        "noted" if paid else "passed",
+        f"{Rate(len(paid), len(trials))} are rewarded like the ones that end",
+        next(iter(paid), None),
+        "a model may learn not to end (metric accuracy_finished): look at episode.truncated in evaluate, "
+        'or set rollout.truncated = "mask"',
     )
 
 
@@ -362,33 +319,25 @@ def reach(trials: Sequence[Trial], scale: Scale) -> Finding:
     levels = Counter(round(trial.reward, 6) for trial in trials if trial.reward is not None)
     total = max(1, levels.total())
     shown = ", ".join(f"{value:g} for {count / total:.0%}" for value, count in sorted(levels.most_common(5)))
-    none = rate.successes == 0
-    sure = any(one.reward is not None for one in scale.solutions.values())
-    severity: Severity = "passed"
-    if none:
-        severity = "failed" if sure else "warned"
-    elif rate.share < 0.5:
-        severity = "warned"
-    return Finding(
-        check="statistical.reward_reachability",
-        title="rewards vary within a group",
-        severity=severity,
-        result=f"for {rate} prompts; {len(levels)} levels in {total} replies: {shown}",
-        evidence=str(trials[0]) if severity != "passed" and trials else "",
-        advice="a group whose rewards are equal has no advantage: give partial credit, or use other prompts"
-        if severity != "passed"
-        else "",
+    severity: Severity = "warned" if rate.share < 0.5 else "passed"
+    if rate.successes == 0 and scale.rewards:
+        severity = "failed"
+    return Check("statistical.reward_reachability", "rewards vary within a group").finding(
+        severity,
+        f"for {rate} prompts; {len(levels)} levels in {total} replies: {shown}",
+        next(iter(trials), None),
+        "a group whose rewards are equal has no advantage: give partial credit, or use other prompts",
     )
 
 
 def bounds(trials: Sequence[Trial], scale: Scale) -> Finding:
     """Judge whether a reply gets more than a solution, or much more than the declared success."""
-    check, title = "reward.range", "no reward above a solution's"
+    check = Check("reward.range", "no reward above a solution's")
     scored = [trial for trial in trials if trial.reward is not None]
     if not scored:
-        return not_applicable(check, title, "no reply has a reward")
+        return check.not_applicable("no reply has a reward")
     low, high = min(t.reward or 0.0 for t in scored), max(t.reward or 0.0 for t in scored)
-    known = [one.reward for one in scale.solutions.values() if one.reward is not None]
+    known = scale.rewards
     declared = None if scale.success is None else max(1.0, scale.success)
     top = max(scored, key=lambda trial: trial.reward or 0.0)
     severity: Severity = "passed"
@@ -402,30 +351,17 @@ def bounds(trials: Sequence[Trial], scale: Scale) -> Finding:
             f"rewards reach {high:g} where {scale.success:g} is a success: scale them, or correct success"
         )
     elif not known and declared is None:
-        return not_applicable(check, title, f"rewards from {low:g} to {high:g}; no range is declared")
-    return Finding(
-        check=check,
-        title=title,
-        severity=severity,
-        result=f"rewards from {low:g} to {high:g}",
-        evidence=str(top) if severity != "passed" else "",
-        advice=advice,
-    )
+        return check.not_applicable(f"rewards from {low:g} to {high:g}; no range is declared")
+    return check.finding(severity, f"rewards from {low:g} to {high:g}", top, advice)
 
 
 def scored(trials: Sequence[Trial]) -> Finding:
     """Judge whether all replies are scored."""
     lost = [trial for trial in trials if trial.reward is None and trial.ended]
     rate = Rate(len(lost), len(trials))
-    return Finding(
-        check="runtime.reward_well_formed",
-        title="every reply is scored",
-        severity="failed" if lost else "passed",
-        result=f"{rate} are unscored" if lost else f"{len(trials):,} replies",
-        evidence=str(lost[0]) if lost else "",
-        advice="a reply that cannot be read is a wrong one: give it the lowest reward" if lost else "",
+    return Check("runtime.reward_well_formed", "every reply is scored").finding(
+        "failed" if lost else "passed",
+        f"{rate} are unscored" if lost else f"{len(trials):,} replies",
+        next(iter(lost), None),
+        "a reply that cannot be read is a wrong one: give it the lowest reward",
     )
-
-
-def not_applicable(check: str, title: str, why: str) -> Finding:
-    return Finding(check=check, title=title, severity="not applicable", result=why)

@@ -10,8 +10,8 @@ from grpo_core import Prompt
 from grpo_core.data.prompts import digest, leaked
 from grpo_core.data.prompts import text_of as whole_text
 from grpo_plugin_audit.near import nearly_leaked
-from grpo_plugin_audit.records import Finding, Rate, Severity, Solution, bare, short, text_of
-from grpo_plugin_audit.rewards import SURE, not_applicable
+from grpo_plugin_audit.records import Check, Finding, Rate, Severity, Solution, bare, short, text_of
+from grpo_plugin_audit.rewards import SURE
 
 COMPARED = 20_000
 """Number of training prompts, evenly spread, that are searched for near duplicates."""
@@ -40,9 +40,9 @@ def _identity(prompt: Prompt, turns: int) -> int:
 
 def split_leakage(train: Sequence[Prompt], held_out: Sequence[Prompt], turns: int) -> Finding:
     """Judge whether held-out prompts have exact or near duplicates in the training split."""
-    check, title = "data.split_leakage", "held-out prompts that are trained on"
+    check = Check("data.split_leakage", "held-out prompts that are trained on")
     if not held_out:
-        return not_applicable(check, title, 'prompts("validation") is empty: nothing will be measured')
+        return check.not_applicable('prompts("validation") is empty: nothing will be measured')
     some = held_out[:MEASURED]
     both = leaked([_identity(p, turns) for p in train], [_identity(p, turns) for p in some])
     compared = train[:: max(1, len(train) // COMPARED)]
@@ -55,31 +55,24 @@ def split_leakage(train: Sequence[Prompt], held_out: Sequence[Prompt], turns: in
     alike = len(begun) - len(both)
     severity: Severity = "noted" if alike else "passed"
     evidence = ""
+    advice = "look whether these rollouts differ later: where they do not, validation measures memory"
     if both or near:
         severity = "failed" if Rate(len(both) + len(near), len(some)).interval[0] > SURE else "warned"
+        advice = "validation partly measures memory: split before prompts are drawn"
     if both:
         evidence = f"held-out prompt {some[both[0]].id}: {short(text_of(some[both[0]]))}"
     elif near:
         index, other = next(iter(near.items()))
         evidence = f"{short(text_of(some[index]))} is almost {short(text_of(compared[other]))}"
-    return Finding(
-        check=check,
-        title=title,
-        severity=severity,
-        result=f"{rate} exactly, {nearly} nearly; {len(train):,} prompts to train on"
-        + (f"; {alike:,} more begin in the same way, with another answer or info" if alike else ""),
-        evidence=evidence,
-        advice="validation partly measures memory: split before prompts are drawn"
-        if evidence
-        else "look whether these rollouts differ later: where they do not, validation measures memory"
-        if alike
-        else "",
-    )
+    result = f"{rate} exactly, {nearly} nearly; {len(train):,} prompts to train on"
+    if alike:
+        result += f"; {alike:,} more begin in the same way, with another answer or info"
+    return check.finding(severity, result, evidence, advice)
 
 
 def duplicates(train: Sequence[Prompt], turns: int) -> Finding:
     """Judge repeated prompts, and repeated prompts with different answers."""
-    check, title = "data.duplicates", "repeated prompts"
+    check = Check("data.duplicates", "repeated prompts")
     answers: dict[int, set[str]] = defaultdict(set)
     times: Counter[int] = Counter()
     first: dict[int, Prompt] = {}
@@ -99,14 +92,9 @@ def duplicates(train: Sequence[Prompt], turns: int) -> Finding:
     result = f"{rate} repeat another one"
     if torn:
         result += f"; {len(torn):,} prompts have several answers"
-    return Finding(
-        check=check,
-        title=title,
-        severity=severity,
-        result=result,
-        evidence=f"{short(text_of(first[shown]))}, {times[shown]} times" if severity != "passed" else "",
-        advice="leave out the repetitions, which count more than others" if severity != "passed" else "",
-    )
+    evidence = f"{short(text_of(first[shown]))}, {times[shown]} times" if first else ""
+    advice = "leave out the repetitions, which count more than others"
+    return check.finding(severity, result, evidence, advice)
 
 
 def in_prompt(solutions: Sequence[Solution]) -> Finding:
@@ -115,10 +103,10 @@ def in_prompt(solutions: Sequence[Solution]) -> Finding:
     Answers are searched as whole words.  Answers that occur equally often in other prompts, such as the
     letters of a multiple choice, are not counted.
     """
-    check, title = "semantic.no_solution_leakage", "answers in the prompt"
+    check = Check("semantic.no_solution_leakage", "answers in the prompt")
     known = [one for one in solutions if one.answer is not None and bare(one.answer)]
     if len(known) < 2:
-        return not_applicable(check, title, "no answer is known")
+        return check.not_applicable("no answer is known")
     own = marked = other = 0
     example = ""
     for index, each in enumerate(known):
@@ -134,46 +122,29 @@ def in_prompt(solutions: Sequence[Solution]) -> Finding:
             )
     rate, chance, given = Rate(own, len(known)), Rate(other, len(known)), Rate(marked, len(known))
     excess = rate.interval[0] > chance.interval[1]
-    severity: Severity = "passed"
-    if excess and given.interval[0] > SURE:
-        severity = "failed"
-    elif excess and marked >= 2:
-        severity = "warned"
-    elif excess:
-        severity = "noted"
-    return Finding(
-        check=check,
-        title=title,
-        severity=severity,
-        result=f"{rate} contain their answer as a word, {given} after a word that gives it away; {chance} "
-        "contain another prompt's",
-        evidence=example if severity in ("failed", "warned") else "",
-        advice="leave the answer out of the messages"
-        if severity in ("failed", "warned")
-        else "right for tasks that pick something out of the prompt"
-        if severity == "noted"
-        else "",
+    result = (
+        f"{rate} contain their answer as a word, {given} after a word that gives it away; {chance} contain "
+        "another prompt's"
     )
+    if excess and marked < 2 and given.interval[0] <= SURE:
+        return check.finding("noted", result, "", "right for tasks that pick something out of the prompt")
+    severity: Severity = "passed"
+    if excess:
+        severity = "failed" if given.interval[0] > SURE else "warned"
+    return check.finding(severity, result, example, "leave the answer out of the messages")
 
 
 def majority(solutions: Sequence[Solution]) -> Finding:
     """Judge the success rate of always giving the most frequent answer."""
-    check, title = "data.majority_answer", "the most frequent answer"
+    check = Check("data.majority_answer", "the most frequent answer")
     given = {bare(one.answer): one.answer for one in solutions if one.answer is not None}
     answers = Counter(bare(one.answer) for one in solutions if one.answer is not None)
     if not answers:
-        return not_applicable(check, title, "no answer is known")
+        return check.not_applicable("no answer is known")
     answer, count = answers.most_common(1)[0]
     rate = Rate(count, answers.total())
     severity: Severity = "passed"
     if rate.trials >= 4:
         severity = "warned" if rate.share > 0.9 else "noted" if rate.share > 0.2 else "passed"
-    return Finding(
-        check=check,
-        title=title,
-        severity=severity,
-        result=f"{short(given[answer], 40)} is right for {rate}",
-        advice="balance the answers: a constant reply gets this reward"
-        if severity in ("warned", "noted")
-        else "",
-    )
+    result = f"{short(given[answer], 40)} is right for {rate}"
+    return check.finding(severity, result, "", "balance the answers: a constant reply gets this reward")

@@ -8,8 +8,7 @@ from typing import Any
 
 from grpo_core import advantages, session
 from grpo_core.app import sourced
-from grpo_plugin_audit.records import TOLERANCE, Finding, Rate, Severity, spread
-from grpo_plugin_audit.rewards import not_applicable
+from grpo_plugin_audit.records import TOLERANCE, Check, Finding, Rate, Severity, spread
 
 FEW = 0.2
 """Share of groups with a training signal below which most of the generation is wasted."""
@@ -25,11 +24,11 @@ def training_signal(
         success: reward of a success, if the environment declares it.
         model: name of the model.
     """
-    check, title = "statistical.training_signal", f"groups that would teach {model}"
+    check = Check("statistical.training_signal", f"groups that would teach {model}")
     scored = [[reward for reward in group if reward is not None] for group in groups]
     scored = [group for group in scored if len(group) > 1]
     if not scored:
-        return not_applicable(check, title, "no group has two rewards")
+        return check.not_applicable("no group has two rewards")
     rewards = [reward for group in scored for reward in group]
     rate = Rate(sum(spread(group) > TOLERANCE for group in scored), len(scored))
     top = max(rewards) if success is None else success
@@ -39,16 +38,10 @@ def training_signal(
     if not rate.successes:
         severity = "warned"
     what = "success" if success is not None else "best reward"
-    return Finding(
-        check=check,
-        title=title,
-        severity=severity,
-        result=f"{rate}; mean reward {fmean(rewards):.3g}; {hopeless} groups never reach the {what}, "
-        f"{solved} always do",
-        advice=""
-        if severity == "passed"
-        else "choose easier or harder prompts, larger groups, or partial credit",
-    )
+    result = f"{rate}; mean reward {fmean(rewards):.3g}; {hopeless} groups never reach the {what}, "
+    result += f"{solved} always do"
+    advice = "choose easier or harder prompts, larger groups, or partial credit"
+    return check.finding(severity, result, "", advice)
 
 
 async def played_signal(

@@ -16,7 +16,7 @@ from grpo_core.testing import HostedEnvironment
 from grpo_plugin_audit import behaviour, misses, replies, rewards
 from grpo_plugin_audit.audit import Audit, Extent
 from grpo_plugin_audit.player import Player
-from grpo_plugin_audit.records import Rate, Reply, Solution, Trial, bare
+from grpo_plugin_audit.records import Check, Rate, Reply, Solution, Trial, bare
 from grpo_plugin_audit.training import training_signal
 
 ROOT = Path(__file__).parents[3]
@@ -502,7 +502,8 @@ def test_a_reply_that_was_unscored_once_says_nothing_about_states():
     def judged(*rewards):
         before = [trial(number, 0.0) for number in range(len(rewards))]
         now = [trial(number, reward) for number, reward in enumerate(rewards)]
-        return behaviour.compared("runtime.episode_isolation", "states", before, now, "later", "keep nothing")
+        check = Check("runtime.episode_isolation", "states")
+        return behaviour.compared(check, before, now, "later", "keep nothing")
 
     assert judged(0.0, None, 0.0).severity == "passed"
     assert "1 were unscored once" in judged(0.0, None, 0.0).result

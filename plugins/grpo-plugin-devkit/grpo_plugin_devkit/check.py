@@ -20,8 +20,7 @@ from grpo_core.kit import Config, PluginHost
 from grpo_core.plugins import offers
 from grpo_core.plugins.options import Settings, Words
 from grpo_core.processes.secrets import inert
-from grpo_plugin_devkit.conformance import Finding, finding_of, message_of
-from grpo_plugin_devkit.contracts import Contract
+from grpo_plugin_devkit.contracts import Contract, Finding, message_of
 from grpo_plugin_devkit.environments import findings_by_name
 from grpo_plugin_devkit.wheels import files_in_wheel
 
@@ -164,10 +163,13 @@ def findings(
                 yield Finding("its options", "failed", str(error))
                 return
             with contract:
-                for clause in contract:
-                    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                        found = finding_of(clause.__name__.replace("_", " "), clause)
-                    yield found
+                yield from contract.findings(_quietly)
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
 
 
 def _contract(

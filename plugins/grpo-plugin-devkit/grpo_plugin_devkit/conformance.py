@@ -9,24 +9,21 @@ from __future__ import annotations
 import itertools
 import math
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 
-from grpo_core import Episode, GrpoError, PluginError, Prompt, Rollout, advantages, errors
+from grpo_core import Episode, PluginError, Prompt, Rollout, advantages
 from grpo_core.config import EnvironmentConfig
 from grpo_core.contracts.incidents import Incident
 from grpo_core.kit import EnvironmentWorker, Judgement
 from grpo_core.text.response_formats import assistant_message
 from grpo_plugin_devkit.agents import play_agent, play_side_by_side
+from grpo_plugin_devkit.contracts import Clause, Contract, Noted
 
 T = TypeVar("T")
-
-Outcome = Literal["passed", "failed", "noted"]
 
 PROMPTS = 32
 """Number of prompts that are tried for each environment."""
@@ -37,8 +34,6 @@ AGENT = 4
 APART = (0, 1, 2, 0)
 """The prompts of the rollouts that an agent plays at the same time; those of one prompt are of one group."""
 LINE = "concurrency = 64"
-ESSENTIAL = ("prompts to train on", "a reply is scored", "its agent plays a rollout")
-"""Checks whose failure ends the series."""
 NONSENSE = ("I do not know.", "No.")
 """Replies that a solution is compared with, in its group or in separate episodes."""
 RUBBISH = (
@@ -62,41 +57,6 @@ RUBBISH = (
 """Arbitrary replies, none of which should get full marks for most prompts."""
 
 
-@frozen
-class Finding:
-    """The result of a check."""
-
-    check: str
-    outcome: Outcome
-    result: str
-    """The result as a sentence, with advice if the check failed."""
-
-
-def finding_of(check: str, clause: Callable[[], object]) -> Finding:
-    """Run a clause.  A text that it returns is the reason why there was nothing to check."""
-    try:
-        note = clause()
-    except Exception as error:  # the contract or the checked code may raise any error
-        return Finding(check, "failed", message_of(error))
-    return Finding(check, "noted", note) if isinstance(note, str) else Finding(check, "passed", "")
-
-
-def message_of(error: Exception) -> str:
-    """Return the message of an error, with the line if the checked code raised it."""
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    if isinstance(error, AssertionError | GrpoError):
-        return str(error) or f"this does not hold: {where.line}"
-    return f"{errors.describe(error)} ({Path(where.filename).name}, line {where.lineno}: {where.line})"
-
-
-class Broken(Exception):  # noqa: N818
-    """Raised by a check that failed; the text contains advice."""
-
-
-class Noted(Exception):  # noqa: N818 - not an error
-    """Raised by a check that does not apply, or that finds something allowed but notable."""
-
-
 Reply = tuple[Prompt, str]
 """A prompt and a reply to it."""
 
@@ -108,7 +68,7 @@ class Wait(Protocol):
 
 
 @define(eq=False)
-class Conformance:
+class Conformance(Contract):
     """The checks of an environment in order; later checks use the results of earlier ones.
 
     Args:
@@ -119,6 +79,7 @@ class Conformance:
         side_by_side: whether an agent can play rollouts concurrently.
     """
 
+    essential = ("prompts to train on", "a reply is scored", "its agent plays a rollout")
     make: Callable[[], EnvironmentWorker]
     wait: Wait
     max_batch: int = EnvironmentConfig().max_batch
@@ -154,33 +115,13 @@ class Conformance:
         """End the environment."""
         self.wait(self.environment.aclose())
 
-    def run(self) -> Iterator[Finding]:
-        """Yield the findings about the started environment."""
-        for name, check in self._checks().items():
-            try:
-                finding = Finding(name, "passed", check())
-            except Noted as noted:
-                finding = Finding(name, "noted", str(noted))
-            except (Broken, GrpoError) as error:
-                finding = Finding(name, "failed", str(error) or type(error).__name__)
-            yield finding
-            if finding.outcome == "failed" and name in ESSENTIAL:
-                return
-
-    def _checks(self) -> dict[str, Callable[[], str]]:
+    def _clauses(self) -> Iterator[tuple[str, Clause]]:
         of_prompts = {
             "prompts to train on": self._training_prompts,
             "held-out prompts": self._held_out_prompts,
             "the same prompts each time": self._same_prompts,
         }
-        if self.environment.about.runs_agents:
-            return (of_prompts if self._has_prompts() else {"prompts": self._stand_in}) | {
-                "its agent plays a rollout": self._agent,
-                "rollouts of one process send the same requests as alone": self._rollouts_apart,
-                "the same replies get the same reward": self._steady_agent,
-                "a solution gets more than nonsense": self._solving_agent,
-            }
-        return of_prompts | {
+        of_replies = {
             "a reply is scored": self._first_feedback,
             "a solution gets full marks": self._solutions,
             "every reply is scored": self._every_feedback,
@@ -189,12 +130,22 @@ class Conformance:
             "the place in the batch makes no difference": self._independent_of_order,
             "a full batch is evaluated at once": self._full_batch,
         }
+        of_agents = {
+            "its agent plays a rollout": self._agent,
+            "rollouts of one process send the same requests as alone": self._rollouts_apart,
+            "the same replies get the same reward": self._steady_agent,
+            "a solution gets more than nonsense": self._solving_agent,
+        }
+        agent = self.environment.about.runs_agents
+        if agent and not self._has_prompts():
+            of_prompts = {"prompts": self._stand_in}
+        yield from (of_prompts | (of_agents if agent else of_replies)).items()
 
     # ------------------------------------------------------------------------------ prompts
 
     def _training_prompts(self) -> str:
         self._train = self.wait(self.environment.prompts("train"))
-        _expect(self._train, 'prompts("train") is empty; expected at least one prompt')
+        assert self._train, 'prompts("train") is empty; expected at least one prompt'
         step = max(1, len(self._train) // PROMPTS)
         self.some = self._train[::step][:PROMPTS]
         return f"{len(self._train):,}"
@@ -222,11 +173,11 @@ class Conformance:
         # also as text, because NaN does not equal itself
         pairs = zip(self._train, again, strict=False)
         differ = sum(one != other and repr(one) != repr(other) for one, other in pairs)
-        _expect(
-            len(again) == len(self._train) and not differ,
+        same = len(again) == len(self._train) and not differ
+        assert same, (
             f"made anew, it offers {len(again):,} prompts of which {differ:,} differ from the "
             f"{len(self._train):,} before: a run could not be resumed. Draw them with your own "
-            "random.Random(seed), in an order that depends on no set and no hash",
+            "random.Random(seed), in an order that depends on no set and no hash"
         )
         return "also when it is made anew"
 
@@ -237,7 +188,7 @@ class Conformance:
         self.solved = [(p, reply) for p, reply in zip(self.some, replies, strict=True) if reply is not None]
         prompt, reply = self.solved[0] if self.solved else (self.some[0], "")
         (feedback,) = self._judged([(prompt, reply)])
-        _expect(not _is_none(feedback), f"{_case(prompt, reply)}: {_given(feedback)}")
+        assert not _is_none(feedback), f"{_case(prompt, reply)}: {_given(feedback)}"
         return f"{_case(prompt, reply)}: {_given(feedback)}"
 
     def _solutions(self) -> str:
@@ -252,16 +203,15 @@ class Conformance:
         for (prompt, reply), group in ended:
             _expect_numbers(prompt, reply, group[0])
             reward, said = group[0].reward, f"{_case(prompt, reply)}, its own solution: {_given(group[0])}"
-            _expect(
-                reward is not None and (success is None or advantages.reaches(reward, success)),
+            enough = reward is not None and (success is None or advantages.reaches(reward, success))
+            assert enough, (
                 f"{said}, expected at least {success}, which the environment declares as success. {advice}, "
-                "or success",
+                "or success"
             )
             for nonsense, feedback in zip(NONSENSE, self._nonsense(prompt, reply, group), strict=False):
-                _expect(
-                    (reward or 0.0) > (feedback.reward or 0.0),
+                assert (reward or 0.0) > (feedback.reward or 0.0), (
                     f"{said}, expected more than for {nonsense!r}{self._in_its_group}: {_given(feedback)}. "
-                    f"{advice}",
+                    f"{advice}"
                 )
             self.worth[prompt.id] = reward or 0.0
         threshold = "" if success is None else f", each with a reward of at least {success:g}"
@@ -278,10 +228,9 @@ class Conformance:
         said = [(prompt, _text(prompt) if reply is None else reply) for prompt, reply in plays]
         self._judgements = list(zip(said, self._judged(said), strict=True))
         for (prompt, reply), feedback in self._judgements:
-            _expect(
-                not _is_none(feedback),
+            assert not _is_none(feedback), (
                 f"{_case(prompt, reply)}: {_given(feedback)}. A model writes such replies: give one that "
-                "cannot be read the reward of a wrong one",
+                "cannot be read the reward of a wrong one"
             )
             _expect_numbers(prompt, reply, feedback)
         return f"{len(plays)} replies that no prompt asks for"
@@ -299,10 +248,9 @@ class Conformance:
                 for (prompt, reply), feedback in self._judgements[begin : begin + few]
                 if (feedback.reward or 0.0) >= self._full(prompt) and right.get(prompt.id) != reply
             ]
-            _expect(
-                2 * len(full) <= few,
+            assert 2 * len(full) <= few, (
                 f"{_case(*full[0]) if full else ''}: full marks, as for {len(full)} of {few} prompts that "
-                "got this reply. A model will find it: compare with the prompt's answer",
+                "got this reply. A model will find it: compare with the prompt's answer"
             )
         return f"{len(RUBBISH) + 1} replies to each of {few} prompts"
 
@@ -327,11 +275,10 @@ class Conformance:
         together, backwards = self._rewards(plays), self._rewards(plays[::-1])[::-1]
         for how, rewards in (("in one batch", together), ("in one batch, backwards", backwards)):
             for (prompt, reply), one, other in zip(plays, alone, rewards, strict=True):
-                _expect(
-                    one == other,
+                assert one == other, (
                     f"{_case(prompt, reply)}: reward {one} {self._alone}, {other} {how} with "
                     f"{len(plays) - 1} others. Batches are put together by chance: judge each "
-                    f"{'group' if self.environment.about.needs_group else 'episode'} by itself",
+                    f"{'group' if self.environment.about.needs_group else 'episode'} by itself"
                 )
         return f"{len(plays)} episodes: each {self._alone}, together, and backwards"
 
@@ -342,9 +289,9 @@ class Conformance:
         judged = self._judged(plays)
         seconds = time.perf_counter() - begin
         for (prompt, reply), feedback in zip(plays, judged, strict=True):
-            _expect(feedback.error is None, f"{_case(prompt, reply)}: {_given(feedback)}, among {len(plays)}")
+            assert feedback.error is None, f"{_case(prompt, reply)}: {_given(feedback)}, among {len(plays)}"
         for incident in self.incidents:
-            _expect(incident.kind != "batch_failed", incident.message)
+            assert incident.kind != "batch_failed", incident.message
         return f"{size * self._members} episodes (environment.max_batch) in {seconds * 1000:,.0f} ms"
 
     # ------------------------------------------------------------------------------ agents
@@ -367,9 +314,8 @@ class Conformance:
         self._plays = [(p, reply or NONSENSE[0]) for p, reply in zip(self.some, replies, strict=False)]
         self._played = self._rollouts(self._plays)
         for (prompt, reply), rollout in zip(self._plays, self._played, strict=True):
-            _expect(
-                rollout.reward is not None,
-                f"{_case(prompt, reply)}, to everything that it asks: {rollout.error}",
+            assert rollout.reward is not None, (
+                f"{_case(prompt, reply)}, to everything that it asks: {rollout.error}"
             )
             _expect_numbers(prompt, reply, rollout)
         turns = sorted({rollout.turns for rollout in self._played})
@@ -386,9 +332,11 @@ class Conformance:
         several = self.environment.about.agents > 1
         try:
             together = self._together()
-        except (Broken, PluginError) as mixed:
+        except (AssertionError, PluginError) as mixed:
             if several:
-                raise Broken(f"{mixed} Leave out concurrency: then a process plays one rollout") from mixed
+                raise AssertionError(
+                    f"{mixed} Leave out concurrency: then a process plays one rollout"
+                ) from mixed
             raise Noted(f"a process must play one, as it does without `concurrency`. {mixed}") from mixed
         if together < 2:
             return "they play one after another"
@@ -396,7 +344,7 @@ class Conformance:
         return f"{together} rollouts at once in a process, two of one group{advice}"
 
     def _together(self) -> int:
-        """Return the number of rollouts that were played at once as alone.  Raises Broken, PluginError."""
+        """Return the number of rollouts at once.  Raises AssertionError if they are not as alone."""
         order = [each % len(self._plays) for each in APART]
         together, most = self.wait(play_side_by_side(self.environment, self._plays, order))
         for index, other in zip(order, together, strict=True):
@@ -407,7 +355,7 @@ class Conformance:
             (again,) = self._rollouts([play])
             if _talks(again) != alone:
                 raise Noted(f"{_case(*play)}: cannot be checked, because its requests differ each time")
-            raise Broken(
+            raise AssertionError(
                 f"{_case(*play)}: alone a conversation ends with {_end(alone - others)}, and next to "
                 f"{most - 1} others with {_end(others - alone)}. {other.error or ''}"
             )
@@ -487,7 +435,7 @@ class Conformance:
             prompts = {name: prompt for name, (prompt, _) in zip(names, given, strict=True)}
             opened = self.wait(self.environment.open(prompts))
             for (prompt, reply), one in zip(given, opened, strict=True):
-                _expect(one.error is None, f"{_case(prompt, reply)}: there is no session: {one.error}")
+                assert one.error is None, f"{_case(prompt, reply)}: there is no session: {one.error}"
             tools = any(one.tools for one in opened)
             episodes = [
                 Episode(
@@ -531,14 +479,9 @@ class Conformance:
             feedback[index] = evolve(last, reward=sum(rewards) if rewards else None)
 
 
-def _expect(holds: object, otherwise: str) -> None:
-    if not holds:
-        raise Broken(otherwise)
-
-
 def _expect_numbers(prompt: Prompt, reply: str, judged: Judgement | Rollout) -> None:
     for name, value in judged.left_out.items():
-        raise Broken(
+        raise AssertionError(
             f"{_case(prompt, reply)}: the metric {name!r} is {value}, expected a finite number. A run leaves "
             "it out; give a number, or no such metric"
         )

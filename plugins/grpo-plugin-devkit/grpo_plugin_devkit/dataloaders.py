@@ -21,7 +21,7 @@ from grpo_core.app.data import Source
 from grpo_core.config import RowOptions, structured
 from grpo_core.data import states
 from grpo_core.data.loaders import LookAhead
-from grpo_plugin_devkit.contracts import Contract
+from grpo_plugin_devkit.contracts import Contract, Noted
 
 READ = 24
 """Number of prompts to read."""
@@ -59,7 +59,7 @@ def check_dataloader(
 class DataloaderContract(Contract):
     """The clauses of ``check_dataloader``; each one relies on the earlier ones."""
 
-    begun = False
+    essential = ("its rows are prompts",)
 
     def __init__(
         self, make: Callable[[str], Any], *, rows: Mapping[str, Any] = MappingProxyType({}), name: str = "it"
@@ -79,7 +79,6 @@ class DataloaderContract(Contract):
             self._prompts = self._next(dataloader, READ)
             size = "a stream" if dataloader.size is None else f"{dataloader.size:,} rows read by index"
             self._read = f"{size}; {dataloader.rows} rows were read for {READ} prompts"
-        self.begun = True
 
     def made_again_it_gives_the_same_prompts(self) -> None:
         with self._started() as dataloader:
@@ -90,15 +89,11 @@ class DataloaderContract(Contract):
             with self._started() as dataloader:
                 self._next(dataloader, index)
                 saved = _through_files(dataloader.state_dict())
-            with self._started() as resumed:
-                resumed.load_state_dict(saved)
-                again = _through_files(resumed.state_dict())
-                _compare(self._prompts[index:], self._next(resumed, READ - index), f"resumed after {index}")
-            with self._started() as twice:
-                twice.load_state_dict(again)
-                _compare(
-                    self._prompts[index:], self._next(twice, READ - index), f"resumed after {index}, twice"
-                )
+            for when in (f"resumed after {index}", f"resumed after {index}, twice"):
+                with self._started() as resumed:
+                    resumed.load_state_dict(saved)
+                    saved = _through_files(resumed.state_dict())
+                    _compare(self._prompts[index:], self._next(resumed, READ - index), when)
 
     def its_state_can_be_asked_for_at_any_time(self) -> None:
         with self._started() as dataloader:
@@ -114,8 +109,8 @@ class DataloaderContract(Contract):
             f"{self._name}: it has no row for 'validation'; return None if there are no held-out prompts"
         )
 
-    def what_it_read(self) -> str:
-        return self._read
+    def what_it_read(self) -> None:
+        raise Noted(self._read)
 
     def _next(self, dataloader: LookAhead, n: int) -> list[Prompt]:
         """Return the next prompts, which are taken."""

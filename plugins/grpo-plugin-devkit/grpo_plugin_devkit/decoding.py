@@ -44,14 +44,17 @@ from grpo_core import (
 from grpo_core.kit import SharedMemoryWriter, checkpoint_tensors
 from grpo_core.testing import make_tiny_model
 from grpo_core.weights import publishing
-from grpo_plugin_devkit.contracts import Contract
+from grpo_plugin_devkit.contracts import Clause, Contract, error_of
 from grpo_plugin_devkit.engines import check_engine, ids_of
 
 CONTEXT = 256
 """Positions of the test model."""
 
 PATIENCE = 60.0
-"""Seconds after which a missing answer is a failure."""
+"""Seconds for an answer; a dead engine must be replaced within this time."""
+
+CROWD = 3000
+"""Number of requests that are cancelled at once."""
 
 REFUSED = "expected EngineError, see check_request of grpo_core.kit"
 
@@ -91,12 +94,8 @@ class EngineUnderTest:
     """Tolerance of logprobs."""
     recomputes: bool = False
     """Whether running requests recompute all their tokens with the new weights after an update."""
-    crowd: int = 3000
-    """Number of requests that are cancelled at once."""
     kill: Callable[[], None] | None = None
     """Kills the decoding process; None without a separate process."""
-    patience: float = PATIENCE
-    """Seconds for an answer; a dead engine must be replaced within this time."""
     version: int = 0
     writer: publishing.Writer = field(factory=SharedMemoryWriter)
 
@@ -125,12 +124,12 @@ class EngineUnderTest:
 
     async def ask(self, *requests: GenerationRequest) -> list[Completion]:
         try:
-            async with asyncio.timeout(self.patience):
+            async with asyncio.timeout(PATIENCE):
                 return await self.engine.generate(requests)
         except TimeoutError:
             longest = max(request.max_tokens for request in requests)
             call = f"{len(requests)} requests for at most {longest} tokens each"
-            raise AssertionError(f"{call} took longer than {self.patience:g} s") from None
+            raise AssertionError(f"{call} took longer than {PATIENCE:g} s") from None
 
     @torch.no_grad()
     def logprobs(self, ids: Sequence[int], version: int, temperature: float = 1.0) -> torch.Tensor:
@@ -363,12 +362,9 @@ async def nothing_of_older_weights_is_left(tried: EngineUnderTest) -> None:
 async def weights_of_another_model_are_refused_and_change_nothing(tried: EngineUnderTest) -> None:
     before = await tried.ask(SMALL)
     lost, _ = tried.tensors(0)[3]
-    try:
-        await tried.engine.update_weights(tried.publish(tried.version + 1, without=lost))
-    except WeightSyncError as error:
-        said = error
-    else:
-        raise AssertionError(f"update_weights without the tensor {lost!r} raised no WeightSyncError")
+    weights = tried.publish(tried.version + 1, without=lost)
+    said = await error_of(tried.engine.update_weights(weights), WeightSyncError)
+    assert said, f"update_weights without the tensor {lost!r} raised no WeightSyncError"
     assert lost in str(said), (
         f"update_weights without the tensor {lost!r} raised {said!r}, which does not name the tensor"
     )
@@ -377,7 +373,7 @@ async def weights_of_another_model_are_refused_and_change_nothing(tried: EngineU
 
 
 async def a_cancelled_generate_frees_its_rows(tried: EngineUnderTest) -> None:
-    task = asyncio.ensure_future(tried.engine.generate(endless(tried.crowd)))
+    task = asyncio.ensure_future(tried.engine.generate(endless(CROWD)))
     await tried.ask(evolve(SMALL, max_tokens=1))  # the engine has received the other requests by now
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -437,6 +433,8 @@ class DecodingContract(Contract):
         make: the factory with its options filled in.
     """
 
+    essential = ("it can be made",)
+
     def __init__(self, make: Callable[[EngineSetup], Engine]) -> None:
         self._make = make
         self._stack = contextlib.ExitStack()
@@ -450,15 +448,12 @@ class DecodingContract(Contract):
             if self._tried is not None:
                 self.it_can_be_closed()
 
-    def __iter__(self) -> Iterator[Callable[[], str | None]]:
-        yield self.it_can_be_made
-        if self._tried is None:
-            return
-        yield self.it_keeps_its_contract
-        yield self.it_takes_weights
-        for law in ENGINE_LAWS.values() if self._tried.version == 0 else ():
-            yield functools.wraps(law)(functools.partial(self._keeps, law))
-        yield self.it_can_be_closed
+    def _clauses(self) -> Iterator[tuple[str, Clause]]:
+        *first, last = super()._clauses()
+        yield from first
+        for name, law in ENGINE_LAWS.items() if self._there().version == 0 else ():
+            yield name, functools.partial(self._keeps, law)
+        yield last
 
     def it_can_be_made(self) -> None:
         self._tried = EngineUnderTest(engine=self._started(), model=self._model, version=-1)

@@ -24,6 +24,12 @@ from grpo_core import (
     errors,
 )
 from grpo_core.testing import check_canary, check_completions
+from grpo_plugin_devkit.contracts import error_of
+
+MAX_TOKENS = 48
+"""Largest length of a completion."""
+TOLERANCE = 1e-3
+"""Tolerance of the canary."""
 
 
 async def check_engine(
@@ -31,9 +37,6 @@ async def check_engine(
     publish: Callable[[int], Weights],
     *,
     prompt_ids: tuple[int, ...],
-    max_tokens: int = 48,
-    tolerance: float = 1e-3,
-    seeded: bool = True,
 ) -> None:
     """Check an engine and close it.  Raises AssertionError for a violation.
 
@@ -41,16 +44,14 @@ async def check_engine(
         engine: an engine without weights.
         publish: publishes the weights of a version, each with a different canary; earlier weights may be
             overwritten.
-        prompt_ids: token ids of a prompt whose completions usually have ``max_tokens`` tokens.
-        tolerance: tolerance of the canary.
-        seeded: whether sampling is a function of the request's seed.
+        prompt_ids: token ids of a prompt whose completions usually have ``MAX_TOKENS`` tokens.
     """
-    story = _Story(engine, publish, prompt_ids, max_tokens, tolerance)
+    story = _Story(engine, publish, prompt_ids)
     clauses: list[tuple[str, Callable[[], Awaitable[None]]]] = [
         ("generate before the first update_weights", story.refuses_to_generate_without_weights),
         ("update_weights, and the canary", functools.partial(story.takes, 0)),
         ("several requests in one call", story.answers_in_order_and_within_limits),
-        *([("requests with the same seeds", story.samples_by_the_seed_alone)] if seeded else []),
+        ("requests with the same seeds", story.samples_by_the_seed_alone),
         ("a request with a stop token", story.stops_where_it_is_told),
         ("update_weights while requests run", story.goes_on_with_new_weights),
         ("a call that is cancelled", story.forgets_what_is_cancelled),
@@ -80,8 +81,6 @@ class _Story:
     engine: Engine
     publish: Callable[[int], Weights]
     prompt_ids: tuple[int, ...]
-    max_tokens: int
-    tolerance: float
     version: int = -1
     said: dict[tuple[int, ...], Canary] = field(factory=dict)
     """The canary of the previous version, by context."""
@@ -91,7 +90,7 @@ class _Story:
         return [
             GenerationRequest(
                 prompt_ids=self.prompt_ids,
-                max_tokens=max(1, self.max_tokens - i),
+                max_tokens=MAX_TOKENS - i,
                 temperature=temperature,
                 seed=seed + i,
                 group=f"group {seed}",
@@ -107,12 +106,12 @@ class _Story:
     async def takes(self, version: int) -> None:
         weights = self.publish(version)
         assert weights.canary, "publish() gives no canary: nothing would show which weights are used"
-        assert not self.said or max(map(self._moved, weights.canary)) > self.tolerance, (
+        assert not self.said or max(map(self._moved, weights.canary)) > TOLERANCE, (
             f"publish() gives version {version} the canary of the version before: an engine that ignores its "
             "weights would pass"
         )
         await self.engine.update_weights(weights)
-        await check_canary(self.engine, weights, tolerance=self.tolerance)
+        await check_canary(self.engine, weights, tolerance=TOLERANCE)
         self.version, self.said = version, {each.prompt_ids: each for each in weights.canary}
 
     def _moved(self, canary: Canary) -> float:
@@ -124,8 +123,8 @@ class _Story:
     # ------------------------------------------------------------------------------ the clauses
 
     async def refuses_to_generate_without_weights(self) -> None:
-        said = await _error_of(self.engine.generate(self.requests(1)), EngineError)
-        assert said, "generate before the first update_weights did not raise EngineError"
+        error = await error_of(self.engine.generate(self.requests(1)), EngineError)
+        assert error, "generate before the first update_weights did not raise EngineError"
 
     async def answers_in_order_and_within_limits(self) -> None:
         assert await self.engine.generate([]) == []
@@ -173,27 +172,18 @@ class _Story:
         published = self.publish(self.version + 1)
         first, *rest = published.tensors
         spoilt = evolve(published, tensors=(evolve(first, checksum=first.checksum ^ 1), *rest))
-        said = await _error_of(self.engine.update_weights(spoilt), WeightSyncError)
-        assert said, "a damaged tensor was accepted"
-        assert first.name in said, f"the error does not name the tensor {first.name!r}: {said}"
+        error = await error_of(self.engine.update_weights(spoilt), WeightSyncError)
+        assert error, "a damaged tensor was accepted"
+        assert first.name in str(error), f"the error does not name the tensor {first.name!r}: {error}"
         completions = await self.ask(self.requests())
         assert {v for c in completions for v in c.versions} == {self.version}
         await self.takes(self.version + 1)
 
     async def is_closed(self) -> None:
-        said = await _error_of(self.engine.generate(self.requests(1)), EngineError)
-        assert said, "generate after aclose did not raise EngineError"
+        error = await error_of(self.engine.generate(self.requests(1)), EngineError)
+        assert error, "generate after aclose did not raise EngineError"
 
 
 def ids_of(completions: Sequence[Completion]) -> list[list[int]]:
     """Return the token ids of completions as lists, which ``==`` can compare."""
     return [completion.token_ids.tolist() for completion in completions]
-
-
-async def _error_of(call: Awaitable[object], kind: type[Exception]) -> str:
-    """Return the message of the call's error, or "" if the call succeeds."""
-    try:
-        await call
-    except kind as error:
-        return str(error) or kind.__name__
-    return ""

@@ -21,7 +21,8 @@ from grpo_core.app import sourced
 from grpo_core.contracts.incidents import Incident
 from grpo_core.kit import PluginSelection, reported_to
 from grpo_core.testing import HostedEnvironment, finished
-from grpo_plugin_devkit.conformance import Conformance, Finding
+from grpo_plugin_devkit.conformance import Conformance
+from grpo_plugin_devkit.contracts import Finding
 
 
 class EnvironmentContract:
@@ -45,7 +46,7 @@ class EnvironmentContract:
         if self.data and not isinstance(given, str):
             given = name_of(given)
         if isinstance(given, str):
-            _assert_all(findings_by_name(given, {**self.options, **self.data}))
+            assert_all(findings_by_name(given, {**self.options, **self.data}))
         else:
             check_environment(functools.partial(given, **self.options))
 
@@ -57,7 +58,7 @@ def check_environment(make: Callable[[], Any]) -> None:
         make: returns a new environment, the same each time, such as a class.  An agent (``async def run``)
             runs in a thread of this process; ``check_agent`` also ends if it blocks forever.
     """
-    _assert_all(environment_findings(make))
+    assert_all(environment_findings(make))
 
 
 def check_agent(agent: type, **options: Any) -> None:
@@ -65,7 +66,7 @@ def check_agent(agent: type, **options: Any) -> None:
 
     Fails with a list of all violations.
     """
-    _assert_all(findings_by_name(name_of(agent), options))
+    assert_all(findings_by_name(name_of(agent), options))
 
 
 def name_of(environment: Any) -> str:
@@ -86,7 +87,7 @@ def environment_findings(make: Callable[[], Any]) -> list[Finding]:
         )
         conformance.start()
         try:
-            return list(conformance.run())
+            return list(conformance.findings())
         finally:
             conformance.end()
 
@@ -127,16 +128,12 @@ def findings_by_name(
             return
         try:
             yield Finding("it can be made", "passed", "in a process of its own")
-            yield from conformance.run()
+            yield from conformance.findings()
         finally:
             conformance.end()
 
 
-def broken(findings: Iterable[Finding]) -> list[str]:
-    """Return a line for each failed check."""
-    return [f"{each.check}: {each.result}" for each in findings if each.outcome == "failed"]
-
-
-def _assert_all(findings: Iterable[Finding]) -> None:
-    failed = broken(findings)
+def assert_all(findings: Iterable[Finding]) -> None:
+    """Raise AssertionError with a line for each failed check."""
+    failed = [f"{each.check}: {each.result}" for each in findings if each.outcome == "failed"]
     assert not failed, "\n".join(failed)

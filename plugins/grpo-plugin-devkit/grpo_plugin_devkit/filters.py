@@ -15,7 +15,7 @@ from typing import Any
 from attrs import evolve
 
 from grpo_core import Group, Rollout
-from grpo_plugin_devkit.contracts import Contract
+from grpo_plugin_devkit.contracts import Contract, Noted
 from grpo_plugin_devkit.objectives import a_group
 
 REWARDS: tuple[tuple[float | None, ...], ...] = (
@@ -84,9 +84,9 @@ class FilterContract(Contract):
             assert first == second, f"it says {first!r}, and then {second!r} for the same group"
             assert _seen(group) == before, "it changed the group, which others see as well"
 
-    def what_it_rejects(self) -> str:
+    def what_it_rejects(self) -> None:
         rejected = sum(self._reason(group) is not None for group in groups())
-        return f"{rejected} of the {len(groups())} groups that were tried"
+        raise Noted(f"{rejected} of the {len(groups())} groups that were tried")
 
     def _reason(self, group: Group) -> str | None:
         reason: str | None = self._rejects(group)

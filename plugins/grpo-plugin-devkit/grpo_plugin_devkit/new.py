@@ -31,13 +31,13 @@ LONGEST_NAME = 32
 """Largest length of a name, limited by the line length of the generated files."""
 
 
-@frozen(kw_only=True)
+@frozen
 class Sort:
     """A kind of plugin to generate.
 
     Attributes:
         kind: kind of the offer.
-        contract: module and function of its contract.
+        contract: module, in this package, and function of its contract.
         trains: options of ``grpo-core train`` that use the plugin NAME.
         a_class: whether the offer is a class, not a function.
         needs: distributions that the plugin imports.
@@ -50,61 +50,24 @@ class Sort:
     needs: tuple[str, ...] = ()
 
 
+AGENT = ("grpo-plugin-agents", "openai>=1.60")
+SORT = "--env math:sort"
+TRACKED = """--set 'tracking.trackers=["files", "terminal", "*", "NAME"]'"""
 SORTS: Mapping[str, Sort] = {
-    "environment": Sort(
-        kind="environment",
-        contract="grpo_plugin_devkit.environments:check_environment",
-        trains="--env NAME",
-    ),
-    "agent": Sort(
-        kind="environment",
-        contract="grpo_plugin_devkit.environments:check_agent",
-        trains="--env NAME",
-        needs=("grpo-plugin-agents", "openai>=1.60"),
-    ),
-    "dataloader": Sort(
-        kind="dataloader",
-        contract="grpo_plugin_devkit.dataloaders:check_dataloader",
-        trains="--env math:sort --set tasks.sort.data=NAME",
-    ),
-    "sampler": Sort(
-        kind="sampler",
-        contract="grpo_plugin_devkit.samplers:check_sampler",
-        trains="--env math:sort --sampler NAME",
-    ),
+    "environment": Sort("environment", "environments:check_environment", "--env NAME"),
+    "agent": Sort("environment", "environments:check_agent", "--env NAME", needs=AGENT),
+    "dataloader": Sort("dataloader", "dataloaders:check_dataloader", f"{SORT} --set tasks.sort.data=NAME"),
+    "sampler": Sort("sampler", "samplers:check_sampler", f"{SORT} --sampler NAME"),
     "validation": Sort(
-        kind="validation_strategy",
-        contract="grpo_plugin_devkit.strategies:check_validation_strategy",
-        trains="--env math:sort --validation NAME",
+        "validation_strategy", "strategies:check_validation_strategy", f"{SORT} --validation NAME"
     ),
-    "engine": Sort(
-        kind="engine",
-        contract="grpo_plugin_devkit.decoding:check_decoding",
-        trains="--env math:sort --engine NAME",
-    ),
-    "loss": Sort(
-        kind="loss",
-        contract="grpo_plugin_devkit.objectives:check_loss",
-        trains="--env math:sort --set loss.name=NAME",
-        a_class=False,
-    ),
+    "engine": Sort("engine", "decoding:check_decoding", f"{SORT} --engine NAME"),
+    "loss": Sort("loss", "objectives:check_loss", f"{SORT} --set loss.name=NAME", a_class=False),
     "advantage": Sort(
-        kind="advantage",
-        contract="grpo_plugin_devkit.objectives:check_advantage",
-        trains="--env math:sort --set advantage.name=NAME",
-        a_class=False,
+        "advantage", "objectives:check_advantage", f"{SORT} --set advantage.name=NAME", a_class=False
     ),
-    "filter": Sort(
-        kind="filter",
-        contract="grpo_plugin_devkit.filters:check_filter",
-        trains="--env math:sort --set filters.NAME={}",
-        a_class=False,
-    ),
-    "tracker": Sort(
-        kind="tracker",
-        contract="grpo_plugin_devkit.trackers:check_tracker",
-        trains="""--env math:sort --set 'tracking.trackers=["files", "terminal", "*", "NAME"]'""",
-    ),
+    "filter": Sort("filter", "filters:check_filter", f"{SORT} --set filters.NAME={{}}", a_class=False),
+    "tracker": Sort("tracker", "trackers:check_tracker", f"{SORT} {TRACKED}"),
 }
 VARIANTS: Mapping[str, tuple[str, ...]] = {"multi_turn": (), "tools": (), "judge": ("aiohttp>=3.10",)}
 """Variants of environments, with the distributions that they import."""
@@ -271,7 +234,7 @@ def _files(sort: str, name: str, variant: str, into: str = "") -> dict[str, str]
         "title": sort if sort != "validation" else "validation strategy",
         "summary": f"{about[0].upper()}{about[1:]}.",
         "hook": offers.HOOKS[chosen.kind],
-        "kit": kit,
+        "kit": f"grpo_plugin_devkit.{kit}",
         "contract": contract,
         "dependencies": ", ".join(f'"{each}"' for each in needs),
         "train": f"grpo-core train {chosen.trains.replace('NAME', name)}",

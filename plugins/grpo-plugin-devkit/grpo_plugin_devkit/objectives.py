@@ -18,7 +18,7 @@ from attrs import evolve, fields
 from grpo_core import Group, LossInputs, Prompt, Rollout, Segment, Tokens
 from grpo_core.contracts.loss import needs_of, score_names
 from grpo_core.loop import rows
-from grpo_plugin_devkit.contracts import Contract
+from grpo_plugin_devkit.contracts import Contract, Noted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,8 +55,8 @@ class LossContract(Contract):
     def __init__(self, loss: Callable[[LossInputs], LossOutput], needs: frozenset[str]) -> None:
         self._loss, self._needs = loss, needs
 
-    def what_it_needs(self) -> str:
-        return ", ".join(sorted(self._needs)) or "nothing"
+    def what_it_needs(self) -> None:
+        raise Noted(", ".join(sorted(self._needs)) or "nothing")
 
     def it_returns_one_loss_and_one_of_each_metric_for_each_token(self) -> None:
         import torch
@@ -78,9 +78,7 @@ class LossContract(Contract):
         inputs = self._inputs()
         losses, _ = self._loss(inputs)
         assert losses.requires_grad, "its result does not depend on policy_logprobs: nothing would be trained"
-        outputs = (
-            [inputs.policy_logprobs] if inputs.entropy is None else [inputs.policy_logprobs, inputs.entropy]
-        )
+        outputs = [each for each in (inputs.policy_logprobs, inputs.entropy) if each is not None]
         gradients = torch.autograd.grad(losses.sum(), outputs, materialize_grads=True)
         assert any(gradient.any() for gradient in gradients), "the gradient is 0 for every token"
 

@@ -22,28 +22,28 @@ class InputEnded(Exception):  # noqa: N818 - nothing is wrong
 
 
 class Person(TextEngine):
-    """A ``TextEngine`` that asks for each reply.
+    """A ``TextEngine`` that reads each reply from a terminal or from any stream of lines.
 
     Args:
-        ask: returns the next reply, or None to use the solution; raises InputEnded at the end.
-        solve: returns the environment's solution, or None.
+        source: standard input.
         say: prints a line to the person.
     """
 
-    def __init__(
-        self,
-        ask: Callable[[], str | None],
-        solve: Callable[[], Awaitable[str | None]],
-        say: Callable[[str], None],
-    ) -> None:
-        self._ask, self._solve, self._say = ask, solve, say
+    solve: Callable[[Sequence[Message]], Awaitable[str | None]]
+    """Returns the environment's solution at this place of the conversation, or None."""
+
+    def __init__(self, source: TextIO, say: Callable[[str], None]) -> None:
+        self._source, self._say = source, say
+        self.typed = source.isatty()
+        """Whether the source is a terminal, which echoes the input."""
+        if self.typed:
+            import readline  # noqa: F401 - gives input() a line that can be edited
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], request: GenerationRequest
     ) -> Reply:
-        while (reply := self._ask()) is None:
-            if (solution := await self._solve()) is not None:
-                reply = solution
+        while (reply := self.reply(tools=bool(tools))) is None:
+            if (reply := await self.solve(messages)) is not None:
                 break
             self._say("  the environment knows no solution here")
         return Reply(message=assistant_message(reply, tools=bool(tools)), completion_tokens=len(reply))
@@ -51,26 +51,7 @@ class Person(TextEngine):
     async def aclose(self) -> None:
         return None
 
-
-class Replies:
-    """Reads replies from a terminal or from any stream of lines.
-
-    Args:
-        source: standard input.
-        say: prints a line to the person.
-        tools: whether the current rollout has tools.
-    """
-
-    def __init__(
-        self, source: TextIO, say: Callable[[str], None], tools: Callable[[], bool] = lambda: True
-    ) -> None:
-        self._source, self._say, self._tools = source, say, tools
-        self.typed = source.isatty()
-        """Whether the source is a terminal, which echoes the input."""
-        if self.typed:
-            import readline  # noqa: F401 - gives input() a line that can be edited
-
-    def __call__(self) -> str | None:
+    def reply(self, *, tools: bool) -> str | None:
         """Return the next reply, or None for the solution.  Raises InputEnded."""
         while True:
             line = self._lines()
@@ -82,7 +63,7 @@ class Replies:
                     self._say(HELP)
                 case "/solve":
                     return None
-                case "/call" if not self._tools():
+                case "/call" if not tools:
                     self._say("  this environment has no tools")
                 case "/call":
                     if (call := _call(rest)) is not None:

@@ -55,25 +55,20 @@ class EnvironmentItem(pytest.Item):
         self._options = options
 
     def runtest(self) -> None:
-        from grpo_plugin_devkit.environments import broken, findings_by_name
+        from grpo_plugin_devkit.environments import assert_all, findings_by_name
 
         findings = list(findings_by_name(self.name, self._options))
         lines = "\n".join(f"{e.outcome}: {e.check}{f': {e.result}' if e.result else ''}" for e in findings)
         self.add_report_section("call", "checks of the environment", lines)
-        if failed := broken(findings):
-            raise Broken("\n".join(failed))
+        assert_all(findings)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *given: Any, **more: Any) -> Any:
-        """Return only the message for errors of grpo-core, without a traceback."""
+        """Return only the message for failed checks and errors of grpo-core, without a traceback."""
         from grpo_core import GrpoError
 
-        if isinstance(excinfo.value, Broken | GrpoError):
+        if isinstance(excinfo.value, AssertionError | GrpoError):
             return str(excinfo.value)
         return super().repr_failure(excinfo, *given, **more)
 
     def reportinfo(self) -> tuple[Any, int | None, str]:
         return self.path, None, f"environment {self.name}"
-
-
-class Broken(Exception):  # noqa: N818
-    """Raised for an environment that violates its contract."""

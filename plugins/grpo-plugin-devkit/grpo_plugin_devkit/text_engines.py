@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_core import Completion, EngineSetup, GenerationRequest, Message, TextEngine, Tool
 from grpo_core.engines.text import PlayingText, TextRenderer
-from grpo_plugin_devkit.contracts import Contract
+from grpo_plugin_devkit.contracts import Contract, Noted
 
 _TOOL = Tool(
     name="add",
@@ -26,7 +26,7 @@ class TextEngineContract(Contract):
         make: factory of the engine.
     """
 
-    begun = False
+    essential = ("it can be made",)
 
     def __init__(self, make: Callable[[EngineSetup], TextEngine]) -> None:
         self._make = make
@@ -41,7 +41,6 @@ class TextEngineContract(Contract):
             return PlayingText(self._make(EngineSetup(model="")), self._renderer)
 
         self._engine = self._runner.run(story())
-        self.begun = True
 
     def it_replies(self) -> None:
         completion = self._runner.run(self._reply({"role": "user", "content": "Say hello."}))
@@ -56,12 +55,11 @@ class TextEngineContract(Contract):
         ]
         self._runner.run(self._reply(*conversation, tools=True))
 
-    def a_reply_of_one_token_is_cut_off(self) -> str | None:
+    def a_reply_of_one_token_is_cut_off(self) -> None:
         message: Message = {"role": "user", "content": "Count to one hundred."}
         completion = self._runner.run(self._reply(message, max_tokens=1))
-        if completion.finish_reason == "length":
-            return None
-        return "its finish_reason should be 'length'"
+        if completion.finish_reason != "length":
+            raise Noted("its finish_reason should be 'length'")
 
     def it_replies_to_eight_conversations_at_once(self) -> None:
         async def story() -> None:

@@ -23,8 +23,7 @@ from grpo_core import Group, RunInfo, Tracker, errors, events
 from grpo_core.kit import Config, as_table
 from grpo_core.reporting.trackers import TrackerThread
 from grpo_core.testing import a_run
-from grpo_plugin_devkit.conformance import message_of
-from grpo_plugin_devkit.contracts import Contract
+from grpo_plugin_devkit.contracts import Contract, message_of
 
 PATIENCE = 30.0
 """Time limit in seconds for all events of a small run."""
@@ -45,7 +44,7 @@ class TrackerContract(Contract):
         make: the factory with its options filled in.
     """
 
-    begun = False
+    essential = ("its factory makes a tracker",)
 
     def __init__(self, make: Callable[[RunInfo], Any]) -> None:
         self._make = make
@@ -61,7 +60,6 @@ class TrackerContract(Contract):
                     made.close()
             names = ", ".join(waiting)
             assert not waiting, f"{names} is async, and nobody awaits it; it may block, on its own thread"
-            self.begun = True
 
     def it_takes_every_event_of_a_run_on_a_thread_of_its_own(self) -> None:
         with tempfile.TemporaryDirectory() as directory:

@@ -27,7 +27,7 @@ from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.demo.tiny import encode
 from grpo_core.kit import checkpoint_tensors, read_weights
 from grpo_core.testing import make_tiny_model
-from grpo_plugin_devkit.contracts import Contract, within
+from grpo_plugin_devkit.contracts import Contract, Noted, within
 from grpo_plugin_devkit.decoding import load_test_model
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class TrainerContract(Contract):
         make: the factory with its options filled in.
     """
 
-    begun = False
+    essential = ("it starts and makes the model",)
 
     def __init__(self, make: Callable[[TrainerSetup], Any]) -> None:
         self._make = make
@@ -88,7 +88,7 @@ class TrainerContract(Contract):
         assert (self._path / "m" / "config.json").is_file(), (
             "started() returned, and the model was not made: it calls setup.prepare, if there is one"
         )
-        self._trainer, self.begun = trainer, True
+        self._trainer = trainer
 
     def it_publishes_the_model_that_it_started_with(self) -> None:
         weights = self._publish()
@@ -103,12 +103,12 @@ class TrainerContract(Contract):
             close = torch.allclose(found[name].float(), tensor.float(), atol=1e-2)
             assert close, f"{name} differs from the model at setup.model.path"
 
-    def its_canary_is_what_its_weights_say(self) -> str | None:
+    def its_canary_is_what_its_weights_say(self) -> None:
         """Check the canary's logprobs; weights without a canary are allowed, and noted."""
         prompts = (tuple(encode("ab=")), tuple(encode("cdef=")))
         weights = self._publish(prompts)
         if not weights.canary:
-            return "publish() returns none: no run can show that its engines use the weights"
+            raise Noted("publish() returns none: no run can show that its engines use the weights")
         assert len(weights.canary) == len(prompts), (
             f"publish() got {len(prompts)} prompts of a canary and returned {len(weights.canary)}"
         )
@@ -121,7 +121,6 @@ class TrainerContract(Contract):
                     f"its canary says {logprob:.4f} for token {token}, and its weights say "
                     f"{said[token].item():.4f}: the engine would be found at fault"
                 )
-        return None
 
     def a_step_makes_good_tokens_likelier_and_bad_ones_rarer(self) -> None:
         before = self._preference(self._publish())
@@ -137,9 +136,9 @@ class TrainerContract(Contract):
             f"of their logprobs went from {before:.4f} to {after:.4f}, expected more"
         )
 
-    def its_canary_follows_its_weights(self) -> str | None:
+    def its_canary_follows_its_weights(self) -> None:
         """Check that the canary changes with the weights over three steps."""
-        return self.its_canary_is_what_its_weights_say()
+        self.its_canary_is_what_its_weights_say()
 
     def a_batch_without_rows_only_raises_the_version(self) -> None:
         before = self._weights()

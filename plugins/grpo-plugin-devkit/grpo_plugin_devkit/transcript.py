@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from attrs import evolve
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
@@ -142,28 +143,29 @@ class ShownEnvironment(EnvironmentClient):
     def __init__(self, environment: EnvironmentClient, transcript: Transcript) -> None:
         self._environment, self._transcript = environment, transcript
         self.about, self.player = environment.about, environment.player
-        self.prompt: Prompt | None = None
-        self.conversation: tuple[Message, ...] = ()
-        """The messages so far."""
-        self.has_tools = False
+        self._prompt = Prompt(messages="")
 
     async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
         opened = await self._environment.open(prompts)
         for prompt, start in zip(prompts.values(), opened, strict=True):
-            self.prompt, self.conversation = prompt, prompt.messages
+            self._prompt = prompt
             for message in prompt.messages:
                 self._transcript.message(message)
             self._transcript.tools(start.tools)
-            self.has_tools = bool(start.tools)
         return opened
+
+    async def solve(self, messages: Sequence[Message]) -> str | None:
+        """Return the solution of the prompt that is played, after these messages."""
+        solving: Any = self._environment
+        found: list[str | None] = await solving.solve([evolve(self._prompt, messages=tuple(messages))])
+        return found[0]
 
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Judgement]:
         for episode in episodes:
             if self.player is None:
                 self._transcript.reply(episode.messages[-1])
         feedback = await self._environment.evaluate(episodes)
-        for episode, each in zip(episodes, feedback, strict=True):
-            self.conversation = (*episode.messages, *each.messages)
+        for each in feedback:
             if not each.done:
                 self._transcript.feedback(each)
         return feedback

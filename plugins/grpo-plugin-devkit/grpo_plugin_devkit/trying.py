@@ -8,23 +8,20 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from attrs import evolve, frozen
+from attrs import frozen
 from rich.console import Console
 
-from grpo_core import ConfigError, Prompt, Session
+from grpo_core import ConfigError, EngineOffer, Prompt, Session
 from grpo_core.app import launch, sourced
-from grpo_core.app.make import check_task
 from grpo_core.app.model_sources import find_target
 from grpo_core.app.session import start_session
-from grpo_core.app.tasks import Tasks
 from grpo_core.config import merge, parse_settings
 from grpo_core.contracts.errors import wrong_input
-from grpo_core.contracts.incidents import lines_of_incidents
-from grpo_core.engines.text import PlayingText, TextRenderer
-from grpo_core.kit import PluginHost, aio, reported_to
+from grpo_core.kit import PluginHost, aio
+from grpo_core.plugins.host import PROGRAM
 from grpo_core.plugins.options import Settings, Words
 from grpo_core.storage.run_directory import RunDirectory
-from grpo_plugin_devkit.person import InputEnded, Person, Replies
+from grpo_plugin_devkit.person import InputEnded, Person
 from grpo_plugin_devkit.transcript import ShownEnvironment, Transcript
 
 BY_HAND = {"max_tokens": 1_000_000, "deadline": 1e9}
@@ -102,61 +99,13 @@ def try_(
     options, block = parse_settings(settings or []), no_plugin or []
     target = model if run is None else str(RunDirectory.existing(run).path)
     found = None if engine is None else PluginHost.discover(block=block).find("engine", engine)
-    if target is not None or (found is not None and found.offer.output == "text"):
-        aio.to_the_end(_by_model(name, target, engine, options, choice, block))
-    elif engine is not None:
+    if target is None and found is not None and found.offer.output != "text":
         raise ConfigError("--engine is for a model that plays: add --model DIR or --run RUN")
-    else:
-        aio.to_the_end(_by_hand(name, options, choice, block))
+    aio.to_the_end(_played(name, target, engine, options, choice, block))
     return 0
 
 
-async def _by_hand(name: str, options: dict[str, Any], choice: Choice, block: Sequence[str]) -> None:
-    task = launch.task_name(name)
-    with wrong_input():
-        changes = {**_changes({}, task, name, options), "rollout": BY_HAND}
-        config, host = launch.configure([], changes, block)
-        placement = host.make("placement", config.placement.name, host, **config.placement.options)
-        check_task(f"tasks.{task}", config.tasks[task], config.environment, host, remote=placement.remote)
-    transcript = Transcript(Console(highlight=False), echo=not sys.stdin.isatty())
-
-    def show(text: str) -> None:
-        transcript.line(text, "dim")
-
-    with reported_to(lines_of_incidents(show)):
-        async with Tasks.start(config, host, placement) as tasks:
-            environment = tasks.environments[task]
-            if environment.about.runs_agents:
-                raise ConfigError(
-                    f"{name} is an agent, which plays by itself: let a model play, with --model tiny or "
-                    "--run RUN"
-                )
-            shown = ShownEnvironment(environment, transcript)
-
-            async def solve() -> str | None:
-                if shown.prompt is None:
-                    return None
-                (solution,) = await environment.solve([evolve(shown.prompt, messages=shown.conversation)])
-                return solution
-
-            replies = Replies(sys.stdin, show, lambda: shown.has_tools)
-            if replies.typed:
-                show("/help lists the commands, /quit ends")
-            renderer = TextRenderer()
-            session = Session(
-                config=config,
-                engine=PlayingText(Person(replies, solve, show), renderer),
-                renderer=renderer,
-                environments=tasks.environments,
-                tasks=tasks,
-            )
-            try:
-                await _play(session, task, choice, shown, transcript)
-            except InputEnded as end:
-                show(f"{end}: this rollout has no reward")
-
-
-async def _by_model(
+async def _played(
     name: str,
     target: str | None,
     engine: str | None,
@@ -164,6 +113,16 @@ async def _by_model(
     choice: Choice,
     block: Sequence[str],
 ) -> None:
+    """Let a model play, or the person at the terminal if neither a model nor an engine is named."""
+    person, errors = None, Console(stderr=True)
+    if target is None and engine is None:
+        person = Person(sys.stdin, lambda text: transcript.line(text, "dim"))
+    transcript = Transcript(Console(highlight=False), echo=person is None or not person.typed)
+
+    def show(text: str) -> None:
+        errors.print(text, style="dim", markup=False, soft_wrap=True)
+
+    typed = EngineOffer(lambda setup: person, output="text")
     with wrong_input():
         found = find_target(target, block=block)
         of_run = found.table.get("tasks", {})
@@ -171,18 +130,25 @@ async def _by_model(
         changes = _changes(of_run, task, name, options)
         if engine is not None:
             changes = merge({"engine": {"name": engine}}, changes)
-        setup = launch.configure_target(found, changes, block, tasks=True)
-    transcript = Transcript(Console(highlight=False), echo=True)
-    errors = Console(stderr=True)
-
-    def show(text: str) -> None:
-        errors.print(text, style="dim", markup=False, soft_wrap=True)
-
+        if person is not None:
+            changes |= {"engine": {"name": f"{PROGRAM}:person"}, "rollout": BY_HAND}
+        setup = launch.configure_target(found, changes, block, {"engine": {"person": typed}}, tasks=True)
     async with start_session(setup, found, show) as session:
-        shown = ShownEnvironment(session.environments[task], transcript)
+        environment = session.environments[task]
+        if person is not None and environment.about.runs_agents:
+            raise ConfigError(
+                f"{name} is an agent, which plays by itself: let a model play, with --model tiny or --run RUN"
+            )
+        shown = ShownEnvironment(environment, transcript)
+        if person is not None:
+            person.solve = shown.solve
+        if person is not None and person.typed:
+            transcript.line("/help lists the commands, /quit ends", "dim")
         streaming = asyncio.create_task(_stream(session, transcript))
         try:
             await _play(session, task, choice, shown, transcript)
+        except InputEnded as end:
+            transcript.line(f"{end}: this rollout has no reward", "dim")
         finally:
             await aio.cancel([streaming])
 

@@ -10,7 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from grpo_plugin_devkit.conformance import Finding
+from grpo_plugin_devkit.contracts import Finding
 
 NOT_DATA = (".py", ".pyc", ".pyi", ".so", ".pyd")
 CHECK = "its wheel has the files next to its modules"

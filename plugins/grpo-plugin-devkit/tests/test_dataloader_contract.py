@@ -58,8 +58,9 @@ def test_a_stream_with_its_own_state_keeps_the_contract():
 
 def test_it_says_how_many_rows_were_read():
     with DataloaderContract(Numbers) as contract:
-        contract.its_rows_are_prompts()
-        assert "rows were read for 24 prompts" in contract.what_it_read()
+        *_, found = contract.findings()
+    assert found.outcome == "noted"
+    assert "rows were read for 24 prompts" in found.result
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from grpo_core import ConfigError, Weights
 from grpo_core.engines.text import PlayingText, TextRenderer
 from grpo_core.kit import Config, aio
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, HostedEnvironment, run
-from grpo_plugin_devkit.person import InputEnded, Person, Replies
+from grpo_plugin_devkit.person import InputEnded, Person
 from grpo_plugin_devkit.transcript import ShownEnvironment, Transcript
 from grpo_plugin_devkit.trying import BY_HAND, Choice, _chosen, _play, _stream, try_
 
@@ -67,10 +67,8 @@ def played(lines, *, choice=None, environment=None, width=80):
     transcript = Transcript(Console(file=out, width=width, highlight=False), echo=True)
     shown = ShownEnvironment(hosted, transcript)
 
-    async def solve():
-        return (await hosted.solve([grpo.Prompt(messages=shown.conversation, answer=shown.prompt.answer)]))[0]
-
-    replies = Replies(io.StringIO("".join(f"{line}\n" for line in lines)), transcript.line)
+    person = Person(io.StringIO("".join(f"{line}\n" for line in lines)), transcript.line)
+    person.solve = shown.solve
 
     class Tasks:
         async def prompts(self, split, tasks):
@@ -79,7 +77,7 @@ def played(lines, *, choice=None, environment=None, width=80):
     renderer = TextRenderer()
     session = grpo.Session(
         config=Config(tasks={}, rollout=evolve(Config(tasks={}).rollout, **BY_HAND)),
-        engine=PlayingText(Person(replies, solve, transcript.line), renderer),
+        engine=PlayingText(person, renderer),
         renderer=renderer,
         environments={"task": hosted},
         tasks=Tasks(),
@@ -229,16 +227,16 @@ def test_narrow_terminals_wrap_what_is_said():
 )
 def test_lines_are_replies_and_commands(lines, replies):
     said = []
-    read = Replies(io.StringIO("".join(f"{line}\n" for line in lines)), said.append)
-    assert [read() for _ in replies] == replies
+    person = Person(io.StringIO("".join(f"{line}\n" for line in lines)), said.append)
+    assert [person.reply(tools=True) for _ in replies] == replies
     with pytest.raises(InputEnded):
-        read()
+        person.reply(tools=True)
 
 
 def test_a_call_without_tools_is_reported():
     said = []
-    read = Replies(io.StringIO("/call add a=1\nthen\n"), said.append, lambda: False)
-    assert (read(), said) == ("then", ["  this environment has no tools"])
+    person = Person(io.StringIO("/call add a=1\nthen\n"), said.append)
+    assert (person.reply(tools=False), said) == ("then", ["  this environment has no tools"])
 
 
 def test_a_prompt_is_chosen_by_its_id():

@@ -12,8 +12,8 @@ import hashlib
 import json
 import math
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,12 +23,15 @@ from grpo_core import Run
 from grpo_core.contracts.errors import shortened
 from grpo_core.processes.secrets import inert
 from grpo_core.text import thoughts
+from grpo_plugin_report.values import is_number, table, tables
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
 Row = Mapping[str, Any]
+Pieces = dict[str, int]
+"""The indices of the different token texts of a page, in their order."""
 _Sized = tuple[dict[str, Any], list[int], int]
 """A group of the page, the indices of its rollouts in their file, and its size in bytes."""
 
@@ -51,26 +54,11 @@ MOST_PIECES = 2**16
 
 
 @define
-class Pieces:
-    """The list of different token texts, shared by all runs of a page."""
-
-    texts: list[str] = field(factory=list)
-    _indices: dict[str, int] = field(factory=dict)
-
-    def index(self, text: str) -> int | None:
-        """Return the index of a text, which is added if it is new; None if the list is full."""
-        if text not in self._indices and len(self.texts) < MOST_PIECES:
-            self._indices[text] = len(self.texts)
-            self.texts.append(text)
-        return self._indices.get(text)
-
-
-@define
 class Selection:
     """The rollouts of a page as JSON values, and counts of what was left out."""
 
     groups: list[dict[str, Any]] = field(factory=list)
-    pieces: Pieces = field(factory=Pieces)
+    pieces: Pieces = field(factory=dict)
     kept: int = 0
     seen: int = 0
     """Number of rollouts in the files read."""
@@ -98,19 +86,17 @@ class Selection:
         return f"{text}."
 
 
-def select(
-    run: Run, text_of: Callable[[int], str], *, pieces: Pieces | None = None, runs: int = 1
-) -> Selection:
+def select(run: Run, text_of: Callable[[int], str], *, pieces: Pieces, runs: int = 1) -> Selection:
     """Select the rollouts for a run's page; damaged files are recorded in ``run.damaged``.
 
     Args:
         run: the run.
         text_of: text of a token by its id.
-        pieces: token texts of other runs of the page.
+        pieces: token texts of the page, to which those of the run are added.
         runs: number of runs that share the page.
     """
     folders = {"rollouts": [*run.texts().items()], "validation": [*run.texts(validation=True).items()]}
-    found = Selection(of_files=sum(map(len, folders.values())), pieces=pieces or Pieces())
+    found = Selection(of_files=sum(map(len, folders.values())), pieces=pieces)
     chosen = sorted(
         (step, folder, file)
         for folder, files in folders.items()
@@ -172,7 +158,7 @@ def as_script(selections: Sequence[Selection], runs: Sequence[str] = ()) -> str:
         for run, selection in enumerate(selections)
         for group in selection.groups
     ]
-    value = {"groups": groups, "pieces": selections[0].pieces.texts, **({"runs": [*runs]} if runs else {})}
+    value = {"groups": groups, "pieces": [*selections[0].pieces], **({"runs": [*runs]} if runs else {})}
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -252,8 +238,7 @@ def _order(row: Row) -> bytes:
 def _rollout(row: Row, prompt: list[dict[str, Any]], index: int) -> dict[str, Any]:
     messages = _messages(row)
     same = messages[: len(prompt)] == prompt
-    given = row.get("metrics")
-    metrics = given if isinstance(given, Mapping) else {}
+    metrics = table(row.get("metrics"))
     fields = {
         "place": index,
         "messages": messages[len(prompt) :] if same else messages,
@@ -275,30 +260,25 @@ def _rollout(row: Row, prompt: list[dict[str, Any]], index: int) -> dict[str, An
 
 
 def _messages(row: Row) -> list[dict[str, Any]]:
-    given = row.get("messages")
-    return [message(each) for each in given if isinstance(each, Mapping)] if isinstance(given, list) else []
+    return [message(each) for each in tables(row.get("messages"))]
 
 
 def message(given: Row) -> dict[str, Any]:
     """Convert a message to sanitised texts: role, name, thoughts, text and calls, if present."""
-    calls = given.get("tool_calls")
     thinking = next((given[key] for key in thoughts.THOUGHT_KEYS if given.get(key)), "")
     fields = {
         "role": _short(given.get("role")),
         "name": _short(given.get("name")),
         "thoughts": _short(thinking),
         "text": _short(_content(given.get("content"))),
-        "calls": [_call(each) for each in calls if isinstance(each, Mapping)]
-        if isinstance(calls, list)
-        else [],
+        "calls": [_call(each) for each in tables(given.get("tool_calls"))],
     }
     return {name: value for name, value in fields.items() if value}
 
 
 def _call(call: Row) -> tuple[str, str]:
     """Return the name and the arguments of a tool call."""
-    function = call.get("function")
-    given = function if isinstance(function, Mapping) else call
+    given = table(call.get("function")) or call
     return _short(given.get("name")), _short(given.get("arguments"))
 
 
@@ -320,7 +300,7 @@ def _short(value: Any) -> str:
 
 def _number(value: Any) -> float | None:
     """Round a finite number to six digits; None for anything else."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= 1e300:
+    if not is_number(value):
         return None
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
@@ -347,9 +327,10 @@ class _Words:
         known = self._known
         for token in ids:
             if token not in known:
-                if (index := self._pieces.index(inert(self._text_of(token)))) is None:
+                text = inert(self._text_of(token))
+                if text not in self._pieces and len(self._pieces) == MOST_PIECES:
                     return None
-                known[token] = index
+                known[token] = self._pieces.setdefault(text, len(self._pieces))
         return np.array([known[token] for token in ids], np.uint16)
 
 
@@ -410,22 +391,13 @@ def _base64(numbers: NDArray[Any]) -> str:
     return b64encode(numbers.astype("<u2").tobytes()).decode()
 
 
-def _runs(values: Iterable[Any]) -> Iterator[list[Any]]:
-    """Run-length encode: yield value and length of each run of equal values."""
-    last: list[Any] = []
-    for value in values:
-        if last and last[0] == value:
-            last[1] += 1
-            continue
-        if last:
-            yield last
-        last = [value, 1]
-    if last:
-        yield last
+def _runs(values: Iterable[Any]) -> list[tuple[Any, int]]:
+    """Run-length encode: return value and length of each run of equal values."""
+    return [(value, len([*run])) for value, run in groupby(values)]
 
 
 def _mask(sampled: Sequence[bool]) -> list[int]:
-    runs = [*_runs(sampled)]
+    runs = _runs(sampled)
     return [*([0] if runs and runs[0][0] else []), *(length for _, length in runs)]
 
 

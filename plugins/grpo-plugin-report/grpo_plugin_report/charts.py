@@ -13,6 +13,7 @@ from typing import Any, Literal
 from attrs import evolve, frozen
 
 from grpo_core.processes.secrets import inert
+from grpo_plugin_report.values import LARGEST
 
 WIDTH, HEIGHT = 480, 200
 """Size of the view, in its units."""
@@ -26,9 +27,6 @@ SMOOTH = 40
 """Number of parts of a long line; each smoothed point is the mean over two such parts."""
 MOST_POINTS = 150
 """Largest number of points of a line; longer lines are drawn through means of neighbouring points."""
-
-LARGEST = 1e300
-"""Largest value; larger and non-finite values leave a gap."""
 
 Point = tuple[float, float]
 Style = Literal["line", "thin", "dots"]

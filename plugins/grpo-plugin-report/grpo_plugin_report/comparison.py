@@ -96,18 +96,18 @@ def read(paths: Sequence[Path]) -> list[Files]:
                 f"{each.run.path}: has no metrics of a step or a validation yet; leave it out, or wait for "
                 "its first step"
             )
-    common_tasks(_runs(files))
+    common_tasks(files)
     return files
 
 
-def common_tasks(runs: Sequence[overlay.Run]) -> list[str]:
+def common_tasks(files: Sequence[Files]) -> list[str]:
     """Return the tasks that all runs have.  Raises ConfigError if there is none."""
-    common = runs[0].tasks()
-    for run in runs[1:]:
-        its = run.tasks()
+    common, names = files[0].tasks(), _names(files)
+    for each, name in zip(files[1:], names[1:], strict=True):
+        its = each.tasks()
         if not (both := [task for task in common if task in its]):
             different = " and ".join(f"{name} has {', '.join(tasks) or 'none'}" for name, tasks in
-                                ((runs[0].name, common), (run.name, its)))  # fmt: skip
+                                ((names[0], common), (name, its)))  # fmt: skip
             raise ConfigError(f"report: these runs have no task in common: {different}")
         common = both
     return common
@@ -117,11 +117,11 @@ def render(files: Sequence[Files]) -> str:
     """Render the page."""
     from markupsafe import Markup
 
-    runs = _runs(files)
-    found = arms.grouped([each.run.configs for each in files], [run.name for run in runs])
-    tasks = common_tasks(runs)
-    members = _members(files, runs, found)
-    pieces = browsing.Pieces()
+    names = _names(files)
+    found = arms.grouped([each.run.configs for each in files], names)
+    tasks = common_tasks(files)
+    members = _members(files, names, found)
+    pieces: browsing.Pieces = {}
     selections = [browse(each, pieces, len(files)) for each in files]
     marks = [f"{member.mark} {member.name}" for member in members]
     kept = sum(selection.kept for selection in selections)
@@ -134,12 +134,12 @@ def render(files: Sequence[Files]) -> str:
         changed=[member for member, each in zip(members, files, strict=True) if len(each.run.configs) > 1],
         tasks=tasks,
         repeated=_repeated(members),
-        left_out=sorted({task for run in runs for task in run.tasks()} - set(tasks)),
+        left_out=sorted({task for each in files for task in each.tasks()} - set(tasks)),
         most_tasks=overlay.MOST_TASKS,
-        results=[overlay.results(found, runs, task) for task in tasks],
+        results=[overlay.results(found, files, task) for task in tasks],
         columns=[(name, percent) for name, _, percent in overlay.SPEED],
-        speed=overlay.speed(found, runs),
-        sections=overlay.charts(found, runs, tasks),
+        speed=overlay.speed(found, files),
+        sections=overlay.charts(found, files, tasks),
         unreadable=sum(each.unreadable for each in files),
         browser=Markup(browsing.as_script(selections, marks)) if kept else "",
         rules=[(mark, selection.rule()) for mark, selection in zip(marks, selections, strict=True)],
@@ -148,38 +148,28 @@ def render(files: Sequence[Files]) -> str:
 
 def _repeated(members: Sequence[Member]) -> list[str]:
     """Return the runs that repeat a seed of their arm and thus add no evidence."""
-    seen: set[tuple[int, str]] = set()
-    found = []
-    for member in members:
-        key = member.index, str(member.seed)
-        if key in seen:
-            found.append(f"{member.mark} {member.name}")
-        seen.add(key)
-    return found
+    keys = [(member.index, str(member.seed)) for member in members]
+    return [f"{each.mark} {each.name}" for place, each in enumerate(members) if keys[place] in keys[:place]]
 
 
-def _runs(files: Sequence[Files]) -> list[overlay.Run]:
+def _names(files: Sequence[Files]) -> list[str]:
+    """Return as much of the paths of runs as tells them apart."""
     paths = [each.run.path.resolve() for each in files]
     most = max(len(path.parts) for path in paths)
-    # As much of the paths as tells them apart.
     depth = next(n for n in range(1, most + 1) if len({path.parts[-n:] for path in paths}) == len(paths))
-    names = ["/".join(path.parts[-depth:]) for path in paths]
-    return [
-        overlay.Run(name=name, steps=each.steps, validations=each.validations)
-        for name, each in zip(names, files, strict=True)
-    ]
+    return ["/".join(path.parts[-depth:]) for path in paths]
 
 
-def _members(files: Sequence[Files], runs: Sequence[overlay.Run], found: Sequence[Arm]) -> list[Member]:
+def _members(files: Sequence[Files], names: Sequence[str], found: Sequence[Arm]) -> list[Member]:
     """Return the rows of the list of runs, in order."""
     members = {}
     for arm in found:
         for number, index in enumerate(arm.runs, 1):
-            each, its = files[index], runs[index]
-            rows = [row["step"] for row in (*its.steps, *its.validations) if isinstance(row.get("step"), int)]
+            each = files[index]
+            rows = [n for row in (*each.steps, *each.validations) if isinstance(n := row.get("step"), int)]
             members[index] = Member(
                 mark=f"{arm.mark}{number}" if len(arm.runs) > 1 else arm.mark,
-                name=its.name,
+                name=names[index],
                 index=arm.index,
                 seed=each.table.get("seed", "-"),
                 state=each.run.state,

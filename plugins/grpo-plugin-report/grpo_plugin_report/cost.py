@@ -18,7 +18,8 @@ from grpo_core import ConfigError, Run, RunInfo, Tracker, events
 from grpo_core.loop.metrics import headline
 from grpo_core.validation.results import SHARES
 from grpo_plugin_report.config import Cost
-from grpo_plugin_report.pages import is_number, number, plain
+from grpo_plugin_report.pages import number
+from grpo_plugin_report.values import is_number, plain, table
 
 EVENTS = ("Opened", "RunStarted", "GroupFinished", "StepEnded", "Validated", "Saved", "RunEnded")
 """Events from which a cost is added up: between two of them little time is spent."""
@@ -68,15 +69,15 @@ class Account:
                         version: share for version, share in known.items() if version <= step
                     }
             case "RunStarted":
-                config = _table(row.get("config"))
-                self.prices, self._validation = _table(config.get("cost")), _table(config.get("validation"))
+                config = table(row.get("config"))
+                self.prices, self._validation = table(config.get("cost")), table(config.get("validation"))
             case "StepEnded":
-                self.steps, tokens = step, sampled(_table(row.get("metrics")))
+                self.steps, tokens = step, sampled(table(row.get("metrics")))
             case "Validated":
                 version = int(plain(row.get("version")))
-                for task, results in _table(row.get("results")).items():
-                    metrics, own = _table(results), _table(_table(self._validation.get("sets")).get(task))
-                    options = _table(own.get("options") or self._validation.get("options"))
+                for task, results in table(row.get("results")).items():
+                    metrics, own = table(results), table(table(self._validation.get("sets")).get(task))
+                    options = table(own.get("options") or self._validation.get("options"))
                     rollouts = plain(metrics.get("prompts")) * plain(options.get("n", 1))
                     tokens += plain(metrics.get("completion_tokens")) * rollouts
                     name = headline(metrics) or ""
@@ -126,11 +127,6 @@ class Account:
 
     def _per(self, unit: str) -> float:
         return plain(self.prices.get(f"per_{unit}"))
-
-
-def _table(value: Any) -> Mapping[str, Any]:
-    """Return a value of a file as a table; an empty one for anything else."""
-    return value if isinstance(value, Mapping) else {}
 
 
 def sampled(metrics: Mapping[str, Any]) -> float:

@@ -71,15 +71,10 @@ def tasks_of(steps: Sequence[Row], validations: Sequence[Row], config: Row) -> l
     """Return the tasks of the configuration, and all tasks with training or validation metrics."""
     configured = config.get("tasks")
     names = set(configured) if isinstance(configured, Mapping) else set()
-    names |= {key.removeprefix("groups/") for row in steps for key in row if key.startswith("groups/")}
-    measured: dict[str, list[str]] = {}
-    for key in (key for row in validations for key in row if key.startswith("validation/")):
-        task, _, metric = key.removeprefix("validation/").rpartition("/")
-        if metric not in measured.setdefault(task, []):
-            measured[task].append(metric)
+    measured = measured_in(validations)
     tasks = []
-    for index, name in enumerate(sorted(names | set(measured))):
-        metric = headline(measured.get(name, [])) or "reward"
+    for index, name in enumerate(sorted(names | trained_in(steps) | set(measured))):
+        metric = headline(measured.get(name, ())) or "reward"
         unscored = dict(points(validations, f"validation/{name}/unscored"))
         validation = dict(points(validations, f"validation/{name}/{metric}"))
         made = Task(
@@ -103,6 +98,20 @@ def tasks_of(steps: Sequence[Row], validations: Sequence[Row], config: Row) -> l
         )
         tasks.append(made)
     return tasks
+
+
+def trained_in(steps: Sequence[Row]) -> set[str]:
+    """Return the trained tasks."""
+    return {key.removeprefix("groups/") for row in steps for key in row if key.startswith("groups/")}
+
+
+def measured_in(validations: Sequence[Row]) -> dict[str, dict[str, None]]:
+    """Return the metrics of each task that was validated, in their order."""
+    found: dict[str, dict[str, None]] = {}
+    for key in (key for row in validations for key in row if key.startswith("validation/")):
+        task, _, metric = key.removeprefix("validation/").rpartition("/")
+        found.setdefault(task, {})[metric] = None
+    return found
 
 
 def intervals(rows: Sequence[Row], metric: str) -> list[tuple[float, float, float]]:

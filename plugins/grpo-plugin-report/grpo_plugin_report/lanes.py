@@ -67,6 +67,11 @@ class Span:
     busy: float
 
     @property
+    def share(self) -> float:
+        """The share of its time in which the lane was busy."""
+        return min(1.0, self.busy / (self.end - self.begin)) if self.end > self.begin else 0.0
+
+    @property
     def kind(self) -> str:
         """One of ``KINDS``."""
         if self.what.startswith("wait"):
@@ -190,9 +195,8 @@ def _overview(
         kinds = columns.setdefault(span.lane, {})
         filled = kinds.setdefault(span.kind, [0.0] * COLUMNS)
         begin, end = clock.at(span.begin) / width, clock.at(span.end) / width
-        share = min(1.0, span.busy / (span.end - span.begin)) if span.end > span.begin else 0.0
         for column in range(int(begin), min(COLUMNS, int(end) + 1)):
-            filled[column] += share * max(0.0, min(end, column + 1) - max(begin, column))
+            filled[column] += span.share * max(0.0, min(end, column + 1) - max(begin, column))
     lanes = tuple(
         Drawn(lane, _busy(kinds, COLUMNS), paths=tuple(_stacked(kinds)))
         for lane, kinds in sorted(columns.items(), key=lambda one: _order(one[0]))
@@ -247,8 +251,7 @@ def _zoomed(
             meaning = f"{span.what}: {duration(span.end - span.begin)}, step {span.step}"
             high = THIN if span.kind == "wait" else HEIGHT
             bars.append((span.kind, round(left, 2), round(max(0.6, right - left), 2), high, meaning))
-            share = min(1.0, span.busy / (span.end - span.begin)) if span.end > span.begin else 0.0
-            busy.setdefault(span.kind, []).append((right - left) / WIDTH * share)
+            busy.setdefault(span.kind, []).append((right - left) / WIDTH * span.share)
         drawn.append(Drawn(lane, _busy(busy, 1), spans=tuple(bars)))
     marks = [(position(ranges[step][0]) / WIDTH * 100, f"{step[1]}") for step in steps]
     numbers = f"{steps[0][1]} to {steps[-1][1]}" if len(steps) > 1 else f"{steps[0][1]}"

@@ -11,19 +11,21 @@ from attrs import field, frozen
 from grpo_core.loop.metrics import headline
 from grpo_core.validation.results import SHARES
 from grpo_plugin_report.arms import Arm, Estimate, difference, estimate
-from grpo_plugin_report.charts import LARGEST, Chart, Point, Series, chart
+from grpo_plugin_report.charts import Chart, Point, Series, chart
 from grpo_plugin_report.curves import (
     ASYNCHRONY,
     GROUPS,
     HEALTH,
     RECENT,
     Plot,
-    Row,
     intervals,
     mean_over_groups,
+    measured_in,
     points,
     with_something,
 )
+from grpo_plugin_report.report import Files
+from grpo_plugin_report.values import is_number
 
 PARTS = 60
 """Largest number of points of a curve over the steps; each is the mean of a bin of steps."""
@@ -34,30 +36,12 @@ MOST_TASKS = 20
 
 
 @frozen(kw_only=True)
-class Run:
-    """The metrics of a run for its charts."""
-
-    name: str
-    steps: Sequence[Row]
-    validations: Sequence[Row]
-
-    def tasks(self) -> list[str]:
-        """Return the tasks that were trained or validated."""
-        trained = {
-            key.removeprefix("groups/") for row in self.steps for key in row if key.startswith("groups/")
-        }
-        return sorted(trained | {task for row in self.validations for task, _ in _measured(row)})
-
-
-@frozen(kw_only=True)
 class Result:
     """The results of an arm on a task."""
 
     arm: Arm
     first: Estimate | None
     last: Estimate | None
-    over: str
-    """Source of the intervals: "seeds", the "prompts" of one run, or "" for none."""
     gain: Estimate | None
     """Difference of its last validation to the first arm's; None for the first arm."""
     reward: Estimate | None
@@ -81,7 +65,7 @@ class Results:
 # ---------------------------------------------------------------------------------- results
 
 
-def results(arms: Sequence[Arm], runs: Sequence[Run], task: str) -> Results:
+def results(arms: Sequence[Arm], runs: Sequence[Files], task: str) -> Results:
     """Return the results on a task, at versions and steps common to all runs."""
     metric = metric_of(runs, task)
     curves = [dict(_finite(_validations(run, task, metric))) for run in runs]
@@ -90,15 +74,14 @@ def results(arms: Sequence[Arm], runs: Sequence[Run], task: str) -> Results:
     rewards = [dict(_finite(points(run.steps, f"reward/{task}"))) for run in runs]
     steps = _recent(rewards)
     rows = []
+    base = [curves[run][versions[1]] for run in arms[0].runs] if versions else []
     for arm in arms:
         last = [curves[run][versions[1]] for run in arm.runs] if versions else []
-        base = [curves[run][versions[1]] for run in arms[0].runs] if versions else []
         rows.append(
             Result(
                 arm=arm,
                 first=_validated(arm, runs, task, metric, versions and versions[0]),
                 last=_validated(arm, runs, task, metric, versions and versions[1]),
-                over="" if not versions else "seeds" if len(arm.runs) > 1 else "prompts",
                 gain=difference(last, base) if arm is not arms[0] else None,
                 reward=estimate([y for run in arm.runs for y in _reward(runs[run], task, steps)])
                 if steps
@@ -115,27 +98,18 @@ def results(arms: Sequence[Arm], runs: Sequence[Run], task: str) -> Results:
     )
 
 
-def metric_of(runs: Sequence[Run], task: str) -> str:
+def metric_of(runs: Sequence[Files], task: str) -> str:
     """Return the main metric of a task among those common to all runs, or an empty text."""
-    measured = [
-        dict.fromkeys(name for row in run.validations for of, name in _measured(row) if of == task)
-        for run in runs
-    ]
+    measured = [measured_in(run.validations).get(task, {}) for run in runs]
     return headline(name for name in measured[0] if all(name in others for others in measured)) or ""
 
 
-def _measured(row: Row) -> list[tuple[str, str]]:
-    """Return task and metric of each result in a row of a validation."""
-    keys = [key.removeprefix("validation/").rpartition("/") for key in row if key.startswith("validation/")]
-    return [(task, metric) for task, _, metric in keys if task]
-
-
-def _validations(run: Run, task: str, metric: str) -> list[Point]:
+def _validations(run: Files, task: str, metric: str) -> list[Point]:
     return points(run.validations, f"validation/{task}/{metric}") if metric else []
 
 
 def _validated(
-    arm: Arm, runs: Sequence[Run], task: str, metric: str, version: float | None
+    arm: Arm, runs: Sequence[Files], task: str, metric: str, version: float | None
 ) -> Estimate | None:
     """Return the result of an arm at a version; a single run has the validation's interval."""
     if version is None:
@@ -148,7 +122,7 @@ def _validated(
     return Estimate(mean=found.mean, interval=ends.get(version))
 
 
-def _reward(run: Run, task: str, steps: tuple[int, int]) -> list[float]:
+def _reward(run: Files, task: str, steps: tuple[int, int]) -> list[float]:
     """Return the mean reward of a task over the groups of these steps, or None."""
     metric = f"reward/{task}"
     within = {step for step, _ in points(run.steps, metric) if steps[0] <= step <= steps[1]}
@@ -178,7 +152,7 @@ SPEED = (
 """Columns of the table of speed and health: name, metric, and whether it is shown in percent."""
 
 
-def speed(arms: Sequence[Arm], runs: Sequence[Run]) -> list[tuple[Arm, list[Estimate | None]]]:
+def speed(arms: Sequence[Arm], runs: Sequence[Files]) -> list[tuple[Arm, list[Estimate | None]]]:
     """Return the means over all steps, for each arm and each of ``SPEED``."""
 
     def mean(run: int, metric: str) -> list[float]:
@@ -194,7 +168,7 @@ def speed(arms: Sequence[Arm], runs: Sequence[Run]) -> list[tuple[Arm, list[Esti
 # ---------------------------------------------------------------------------------- charts
 
 
-def charts(arms: Sequence[Arm], runs: Sequence[Run], tasks: Sequence[str]) -> list[tuple[str, list[Chart]]]:
+def charts(arms: Sequence[Arm], runs: Sequence[Files], tasks: Sequence[str]) -> list[tuple[str, list[Chart]]]:
     """Return the non-empty charts, in sections with a title."""
     draw = Overlay(arms, runs)
     shown = tasks[:MOST_TASKS]
@@ -217,7 +191,7 @@ class Overlay:
     """Charts of one metric over all runs: thin lines for seeds, the mean of each arm with its interval."""
 
     arms: Sequence[Arm]
-    runs: Sequence[Run]
+    runs: Sequence[Files]
     _parts: Callable[[float], float] = field(init=False)
     """Maps a step to the middle of its bin."""
 
@@ -310,4 +284,4 @@ def _binned(curve: Sequence[Point], parts: Callable[[float], float]) -> dict[flo
 
 
 def _finite(curve: Sequence[Point]) -> list[Point]:
-    return [(x, y) for x, y in curve if abs(y) <= LARGEST]
+    return [(x, y) for x, y in curve if is_number(y)]

@@ -6,7 +6,6 @@ Templates escape everything, and the page's content security policy allows only 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from base64 import b64encode
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from grpo_core import ConfigError
 from grpo_core.processes.secrets import inert
 from grpo_plugin_report.charts import label, readings
 from grpo_plugin_report.curves import Task
+from grpo_plugin_report.values import is_number
 
 GENERATOR = '<meta name="generator" content="grpo-core report">'
 """Tag at the start of a page that identifies it."""
@@ -123,13 +123,3 @@ def percent(value: float) -> str:
 def signed(value: float, share: bool) -> str:
     """Format a difference with its sign; one of shares in points of percent."""
     return f"{value * 100:+.1f} points" if share else f"{value:+.3g}"
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value of a file is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def plain(value: Any) -> float:
-    """Return a value of a file as a number; 0 for anything else."""
-    return float(value) if is_number(value) else 0.0

@@ -18,11 +18,12 @@ from attrs import field, frozen
 from grpo_core import ConfigError, Run, RunInfo, Tracker
 from grpo_plugin_report import browsing, lanes
 from grpo_plugin_report.cost import Account, sampled
-from grpo_plugin_report.curves import charts, tasks_of
+from grpo_plugin_report.curves import charts, measured_in, tasks_of, trained_in
 from grpo_plugin_report.explain.causes import Finding
 from grpo_plugin_report.explain.decisions import explained
 from grpo_plugin_report.explain.facts import Facts
-from grpo_plugin_report.pages import is_page, number, plain, rendered, save
+from grpo_plugin_report.pages import is_page, number, rendered, save
+from grpo_plugin_report.values import plain, table
 
 REPORT = "report.html"
 SHOWN = ("RunStarted", "WarningRaised", "ErrorRaised", "PromptSkipped")
@@ -67,6 +68,10 @@ class Files:
             validated = any(name.startswith("validation/") for name in row)
             (files.validations if validated else files.steps).append(row)
         return files
+
+    def tasks(self) -> list[str]:
+        """Return the tasks that were trained or validated."""
+        return sorted(trained_in(self.steps) | {*measured_in(self.validations)} - {""})
 
     def records(self, event: str) -> list[Row]:
         return [row for row in self.events if row["event"] == event]
@@ -130,7 +135,7 @@ def render(files: Files) -> str:
 
     facts, tasks = files.facts, tasks_of(files.steps, files.validations, files.table)
     starts = [*files.run.rows("provenance.jsonl")]
-    selection = browse(files)  # before ``unreadable``, since it may find more unreadable lines
+    selection = browse(files, {})  # before ``unreadable``, since it may find more unreadable lines
     return rendered(
         "report.html",
         name=files.run.path.resolve().name,
@@ -194,8 +199,7 @@ def warnings(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return [{"cause": name, **entry} for name, entry in sorted(causes.items())]
 
 
-def browse(files: Files, pieces: browsing.Pieces | None = None, runs: int = 1) -> browsing.Selection:
+def browse(files: Files, pieces: browsing.Pieces, runs: int = 1) -> browsing.Selection:
     """Return the selected rollouts for a page with one or several runs."""
-    model = files.table.get("model")
-    text_of = browsing.token_texts(files.run.path, model.get("path") if isinstance(model, Mapping) else None)
+    text_of = browsing.token_texts(files.run.path, table(files.table.get("model")).get("path"))
     return browsing.select(files.run, text_of, pieces=pieces, runs=runs)

@@ -41,11 +41,8 @@ class Summary:
     path: Path
     state: str
     """State as in ``Run.state``, or "unreadable"."""
-    tasks: tuple[str, ...]
-    step: int
+    step: int = 0
     """Number of the last step."""
-    steps: int
-    """Configured number of steps; 0 if epochs determine the end."""
     scores: Mapping[str, tuple[Mapping[str, float], Mapping[str, float]]] = field(factory=dict)
     """Metrics of each task in its first and last validation."""
     seconds: float | None = None
@@ -93,7 +90,8 @@ def list_(directories: list[Path] | None = None, /, *, as_json: AsJson = False) 
     for each in found:
         learnt = ", ".join(f"{task} {score}" for task in each.scores if (score := _score(each, task)))
         started = f"{each.started:%Y-%m-%d %H:%M}" if each.started else ""
-        name, tasks, size = str(each.path), "+".join(each.tasks), decimal(_nbytes(each.path))
+        tasks = "+".join(each.config.get("tasks", ()))
+        name, size = str(each.path), decimal(_nbytes(each.path))
         cost = [str(each.cost or "")] if priced else []
         table.append((name, each.state, tasks, _steps(each), learnt, started, *cost, size))
     say(_aligned(table))
@@ -225,9 +223,7 @@ def summary(path: Path) -> Summary:
     return Summary(
         path=path,
         state=run.state,
-        tasks=tuple(config.get("tasks", {})),
         step=max((row["step"] for row in rows), default=0),
-        steps=planned_steps(config),
         scores=scores,
         seconds=fmean(times) if times else None,
         started=run.started,
@@ -244,7 +240,7 @@ def _listed(path: Path, *, named: bool) -> Summary:
         if named:
             raise
         complain(f"note: {error}")
-        return Summary(path=path, state="unreadable", tasks=(), step=0, steps=0)
+        return Summary(path=path, state="unreadable")
 
 
 def _runs(directories: Iterable[Path]) -> Iterator[Path]:
@@ -271,7 +267,8 @@ def _unwanted(run: RunDirectory, keep: int) -> list[Path]:
 
 
 def _steps(each: Summary) -> str:
-    return f"{each.step} of {each.steps}" if each.steps else str(each.step)
+    planned = planned_steps(each.config)
+    return f"{each.step} of {planned}" if planned else str(each.step)
 
 
 def _score(each: Summary, task: str) -> str:
@@ -301,9 +298,9 @@ def _as_json(each: Summary) -> dict[str, Any]:
     return {
         "run": str(each.path),
         "state": each.state,
-        "tasks": list(each.tasks),
+        "tasks": list(each.config.get("tasks", ())),
         "step": each.step,
-        "steps": each.steps,
+        "steps": planned_steps(each.config),
         "scores": {
             task: {"metric": name, "first": first.get(headline(first) or ""), "last": last.get(name)}
             for task, (first, last) in each.scores.items()

@@ -20,7 +20,7 @@ from grpo_core.config import Config, TaskConfig, TrackingConfig, TrainerConfig
 from grpo_core.contracts.events import GroupsReady, RunEnded, StepEnded, Validated, ValidationPlayed
 from grpo_plugin_report import arms, browsing, comparison, overlay
 from grpo_plugin_report.charts import MARK_HEIGHT, Series, chart
-from grpo_plugin_report.overlay import Overlay, Run
+from grpo_plugin_report.overlay import Overlay
 from grpo_plugin_report.report import Files
 
 HOSTILE = '{{ 7*7 }}</script><script>window.hurt=1</script><img src=x onerror="window.hurt=2">&amp;\u202e'
@@ -188,7 +188,7 @@ def rows(metric, *values):
 
 def drawn(*runs, arms_of, metric="reward/a"):
     found = [arms.Arm(mark=chr(65 + i), index=i, runs=its, label=f"arm {i}") for i, its in enumerate(arms_of)]
-    every = [Run(name=str(i), steps=rows(metric, *values), validations=()) for i, values in enumerate(runs)]
+    every = [Files(None, None, steps=rows(metric, *values)) for values in runs]
     return Overlay(found, every).steps("reward", metric)
 
 
@@ -280,16 +280,13 @@ def test_runs_without_a_validation_are_compared_by_their_rewards(tmp_path):
 
 def test_a_step_with_few_groups_of_a_task_counts_for_few_in_the_mean_of_a_run():
     rows = [{"step": 1, "groups/a": 1.0, "reward/a": 0.0}, {"step": 2, "groups/a": 31.0, "reward/a": 1.0}]
-    (found,) = overlay.results(
-        arms.grouped([[{}]], ["a"]), [Run(name="a", steps=rows, validations=[])], "a"
-    ).rows
+    (found,) = overlay.results(arms.grouped([[{}]], ["a"]), [Files(None, None, steps=rows)], "a").rows
     assert found.reward.mean == 31 / 32
 
 
 def _arms_and_runs(*paths):
     files = [Files.read(path) for path in paths]
-    runs = [Run(name=each.run.path.name, steps=each.steps, validations=each.validations) for each in files]
-    return arms.grouped([[each.table] for each in files], [each.name for each in runs]), runs
+    return arms.grouped([[each.table] for each in files], [path.name for path in paths]), files
 
 
 def test_a_repeated_seed_is_reported(tmp_path, html):

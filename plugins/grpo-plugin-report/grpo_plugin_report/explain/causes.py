@@ -23,12 +23,12 @@ class Finding:
     cause: str = ""
     """Name of the cause."""
 
+    @classmethod
+    def of(cls, title: str, one: str, two: str, three: str, fix: str) -> Finding:
+        """Return a finding with its three facts."""
+        return cls(title, (one, two, three), fix)
+
 
 def percent(share: float) -> str:
     """Format a share."""
     return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
-
-
-def moved(first: float, last: float) -> str:
-    """Describe the change of a number."""
-    return f"{first:.3g} at first, {last:.3g} at the end"

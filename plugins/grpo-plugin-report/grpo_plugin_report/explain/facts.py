@@ -19,6 +19,7 @@ from attrs import define, field
 from grpo_core import Run
 from grpo_core.loop.health import Fall, Trend
 from grpo_core.storage.run_directory import planned_steps
+from grpo_plugin_report.values import is_number, table, tables
 
 STARTING = ("start", "first weight sync", "first validation")
 """Stages of the loop before its first step, excluded from shares of the time."""
@@ -67,6 +68,16 @@ class Series:
     def last(self) -> float:
         """Mean of the last fifth; NaN without a value."""
         return self._mean(self.values[-max(1, len(self.values) // 5) :])
+
+    @property
+    def rise(self) -> float:
+        """Difference between the last fifth and the first one."""
+        return self.last - self.first
+
+    @property
+    def moved(self) -> str:
+        """Description of its change."""
+        return f"{self.first:.3g} at first, {self.last:.3g} at the end"
 
     @property
     def mean(self) -> float:
@@ -182,7 +193,7 @@ class Facts:
         trend = Trend()
         for row in run.rows(RECORDS[0]):
             step = _whole(row.get("step"))
-            numbers = {name: number for name in row if (number := _number(row[name])) is not None}
+            numbers = {name: float(value) for name, value in row.items() if is_number(value)}
             for name, number in numbers.items():
                 facts.series.setdefault(name, Series()).add(step, number)
             facts.falls |= trend.observe(step, numbers)
@@ -224,8 +235,8 @@ class Facts:
                 add_message(self.skipped, str(row.get("task")), step, str(row.get("error"))[:LONGEST])
 
     def _take_slots(self, slots: Any) -> None:
-        for slot in slots if isinstance(slots, list) else ():
-            if isinstance(slot, dict) and not slot.get("attempt"):
+        for slot in tables(slots):
+            if not slot.get("attempt"):
                 prompts = self.prompts.setdefault(str(slot.get("task")), Prompts())
                 prompts.sent += 1
                 if len(prompts.ids) < MOST_PROMPTS:
@@ -284,15 +295,21 @@ class Facts:
             found = found[part]
         return found
 
+    def settings(self, *keys: str) -> str:
+        """Describe values of the configuration, as in "trainer.lr = 1e-06, model.dtype = 'auto'"."""
+        values = {key: self.setting(key) for key in keys}
+        return ", ".join(
+            f"{key} = {repr(value) if isinstance(value, str) else value}" for key, value in values.items()
+        )
+
     def number(self, key: str, default: float = math.nan) -> float:
         """Return a number of the configuration; the default if it is not a number."""
-        found = _number(self.setting(key))
-        return default if found is None else found
+        found = self.setting(key)
+        return float(found) if is_number(found) else default
 
     def table(self, key: str) -> Mapping[str, Any]:
         """Return a table of the configuration; empty if it is not a table."""
-        found = self.setting(key)
-        return found if isinstance(found, Mapping) else {}
+        return table(self.setting(key))
 
     @property
     def seconds(self) -> float:
@@ -340,16 +357,6 @@ def add_message(found: dict[Any, Messages], key: Any, step: int, message: str, c
     reason = message[:REASON]
     if reason in messages.reasons or len(messages.reasons) < 100:
         messages.reasons[reason] += count
-
-
-def _number(value: Any) -> float | None:
-    """Return a finite number; None for anything else."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # an integer beyond the range of floats
-        return None
 
 
 def _whole(value: Any) -> int:

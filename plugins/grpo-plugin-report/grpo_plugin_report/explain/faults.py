@@ -68,7 +68,7 @@ def known_error(facts: Facts) -> Finding | None:
     if facts.error is not None:
         for marks, title, fix in REMEDIES:
             if any(mark in facts.error.message.lower() for mark in marks):
-                return Finding(title, _ended(facts, facts.error), fix)
+                return Finding.of(title, *_ended(facts, facts.error), fix)
     return None
 
 
@@ -76,9 +76,9 @@ def run_failed(facts: Facts) -> Finding | None:
     """The run ended with an error that no other cause explains."""
     if facts.error is None:
         return None
-    return Finding(
+    return Finding.of(
         "The run ended with an error.",
-        _ended(facts, facts.error),
+        *_ended(facts, facts.error),
         f"do what the message says, then: grpo-core train --resume {facts.path}",
     )
 
@@ -115,13 +115,11 @@ def warned(facts: Facts) -> Finding | None:
     if not found:
         return None
     first = facts.warnings[found[0]]
-    return Finding(
+    return Finding.of(
         "The run has warned of what is wrong.",
-        (
-            first.message,
-            f"it warned {first.count:g} times, last at step {first.last}",
-            f"further warnings of this kind: {', '.join(found[1:]) or 'none'}",
-        ),
+        first.message,
+        f"it warned {first.count:g} times, last at step {first.last}",
+        f"further warnings of this kind: {', '.join(found[1:]) or 'none'}",
         "do what the warning says, then start anew or continue with --resume",
     )
 
@@ -134,13 +132,11 @@ def process_dies(facts: Facts) -> Finding | None:
             continue
         kinds = ("rollouts_orphaned", "session_lost", "rollouts_lost", "retried")
         lost = sum(facts.incident(kind).count for kind in kinds)
-        return Finding(
+        return Finding.of(
             f"The process of an {part} dies again and again.",
-            (
-                f"deaths: {_per_attempt(facts, died)}",
-                f"the last one: {died.message}",
-                f"{lost:g} reports of requests, rollouts or sessions that were lost with it",
-            ),
+            f"deaths: {_per_attempt(facts, died)}",
+            f"the last one: {died.message}",
+            f"{lost:g} reports of requests, rollouts or sessions that were lost with it",
             f"read the {part}'s file in logs/, and try it with grpo-core check; a crash in native code or "
             "a memory limit ends a process like this, and exit status -9 is the OOM killer",
         )
@@ -154,13 +150,11 @@ def environment_hangs(facts: Facts) -> Finding | None:
         return None
     lanes = [key for key in facts.lanes if key[0].startswith("environment")]
     busy = max((facts.lane(lane, what) for lane, what in lanes), default=0.0)
-    return Finding(
+    return Finding.of(
         "Calls of an environment hang until their deadline.",
-        (
-            f"deadlines: {_per_attempt(facts, late)}",
-            f"the last one: {late.message}",
-            f"its calls took {percent(busy)} of the run's time",
-        ),
+        f"deadlines: {_per_attempt(facts, late)}",
+        f"the last one: {late.message}",
+        f"its calls took {percent(busy)} of the run's time",
         "set timeouts for the calls inside evaluate, or move slow judging to more processes with "
         "environment.workers",
     )
@@ -171,14 +165,11 @@ def environment_raises(facts: Facts) -> Finding | None:
     failed = facts.incident("call_failed", "environment")
     if not _often(facts, failed, 0.01):
         return None
-    return Finding(
+    return Finding.of(
         "An environment raises an error for many rollouts.",
-        (
-            f"failed calls: {_per_attempt(facts, failed)}",
-            f"the last one: {failed.message}",
-            f"environment.max_error_rate = {facts.setting('environment.max_error_rate')}; "
-            f"the run ended: {facts.ended or 'not yet'}",
-        ),
+        f"failed calls: {_per_attempt(facts, failed)}",
+        f"the last one: {failed.message}",
+        f"{facts.settings('environment.max_error_rate')}; the run ended: {facts.ended or 'not yet'}",
         "correct evaluate; grpo-core check ENV calls it with hostile replies, grpo-core try ENV shows one",
     )
 
@@ -192,14 +183,12 @@ def prompts_never_scored(facts: Facts) -> Finding | None:
     if messages.count < SOME or skipped.count < SOME or skipped.count * (retries + 1) < 0.6 * failures:
         return None
     task, first = next(iter(facts.skipped.items()), ("", Messages()))
-    return Finding(
+    return Finding.of(
         "Some prompts never get a reward, and are skipped.",
-        (
-            f"{skipped.count:g} prompts were skipped after {retries + 1:g} attempts each",
-            f"these are {percent(min(1.0, skipped.count * (retries + 1) / failures))} of all failed "
-            "attempts: other prompts rarely fail",
-            f"the last error, of task {task!r}: {first.message}",
-        ),
+        f"{skipped.count:g} prompts were skipped after {retries + 1:g} attempts each",
+        f"these are {percent(min(1.0, skipped.count * (retries + 1) / failures))} of all failed "
+        "attempts: other prompts rarely fail",
+        f"the last error, of task {task!r}: {first.message}",
         "grep PromptSkipped in events.jsonl for their ids, then correct or leave out these rows "
         "(a dataloader of a few lines does)",
     )
@@ -212,13 +201,11 @@ def rollouts_unscored(facts: Facts) -> Finding | None:
         return None
     errors = sum(facts.of(f"errors/{task}").total for task in facts.tasks)
     (reason, _), *_ = messages.reasons.most_common(1) or [(messages.message, 0)]
-    return Finding(
+    return Finding.of(
         "An environment gives no reward to many rollouts.",
-        (
-            f"unscored: {_per_attempt(facts, messages)}",
-            f"the most frequent reason: {reason}",
-            f"{errors:g} rollouts had no reward and were played again",
-        ),
+        f"unscored: {_per_attempt(facts, messages)}",
+        f"the most frequent reason: {reason}",
+        f"{errors:g} rollouts had no reward and were played again",
         "read the reason, then let evaluate score such replies: one that cannot be parsed is usually a 0, "
         "and a reward that is NaN comes from a division by zero or an empty mean",
     )
@@ -242,13 +229,11 @@ def engine_is_late(facts: Facts) -> Finding | None:
         return None
     messages = late if late.count else replaced
     member = messages.message.partition(":")[0]
-    return Finding(
+    return Finding.of(
         "An engine of the pool takes new weights much later than the others.",
-        (
-            f"{late.count:g} times late and {replaced.count:g} times replaced, from step {messages.first} on",
-            f"the last one: {messages.message}",
-            f"loading weights took {percent(facts.lane(member, 'update weights'))} of the time in {member}",
-        ),
+        f"{late.count:g} times late and {replaced.count:g} times replaced, from step {messages.first} on",
+        f"the last one: {messages.message}",
+        f"loading weights took {percent(facts.lane(member, 'update weights'))} of the time in {member}",
         "look at that engine's machine and network, raise engine.deadline, or run with fewer engine.workers",
     )
 
@@ -258,14 +243,11 @@ def rollouts_exceed_deadline(facts: Facts) -> Finding | None:
     late = facts.incident("rollouts_late")
     if not _often(facts, late, 0.04):
         return None
-    return Finding(
+    return Finding.of(
         "Rollouts take longer than rollout.deadline, and are played again.",
-        (
-            f"late: {_per_attempt(facts, late)}",
-            f"rollout.deadline = {facts.setting('rollout.deadline')} s, a step takes "
-            f"{facts.of('time/step').median:.3g} s",
-            f"the last one: {late.message}",
-        ),
+        f"late: {_per_attempt(facts, late)}",
+        f"{facts.settings('rollout.deadline')} s, a step takes {facts.of('time/step').median:.3g} s",
+        f"the last one: {late.message}",
         "raise rollout.deadline, or lower rollout.max_tokens or rollout.max_in_flight",
     )
 
@@ -277,14 +259,11 @@ def gradients_not_finite(facts: Facts) -> Finding | None:
     ended = "is not finite" in error
     if not ended and len(updates) + len(rows) < max(2, 0.02 * facts.steps):
         return None
-    return Finding(
+    return Finding.of(
         "Losses or gradients are not finite.",
-        (
-            f"updates left out in {len(updates)} steps, rows left out in {len(rows)} steps",
-            f"the run ended with: {error}" if ended else "the run continued without these updates",
-            f"trainer.lr = {facts.setting('trainer.lr')}, model.dtype = {facts.setting('model.dtype')!r}, "
-            f"largest grad_norm {facts.of('grad_norm').most:.3g}",
-        ),
+        f"updates left out in {len(updates)} steps, rows left out in {len(rows)} steps",
+        f"the run ended with: {error}" if ended else "the run continued without these updates",
+        f"{facts.settings('trainer.lr', 'model.dtype')}, largest grad_norm {facts.of('grad_norm').most:.3g}",
         'lower trainer.lr tenfold, or set model.dtype = "float32"',
     )
 
@@ -307,18 +286,16 @@ def killed(facts: Facts) -> Finding | None:
         return None
     if "disk" in facts.warnings or _room(facts) < NO_ROOM:
         evidence = "events.jsonl has no end of the last start", f"{_room(facts):,.0f} bytes are free"
-        return Finding(REMEDIES[1][1], (*evidence, _kept(facts)), REMEDIES[1][2])
+        return Finding.of(REMEDIES[1][1], *evidence, _kept(facts), REMEDIES[1][2])
     times = facts.of("time").values
     last = f"its last metrics are of {_moment(times[-1])}" if times else "it has no metrics"
-    return Finding(
+    return Finding.of(
         "The process of the run was killed: it recorded no end.",
-        (
-            "events.jsonl has no end of the last start, and no error"
-            if facts.started
-            else "events.jsonl records neither a start nor an end of the run",
-            "no process of this machine holds the run",
-            f"{_kept(facts)}; {last}",
-        ),
+        "events.jsonl has no end of the last start, and no error"
+        if facts.started
+        else "events.jsonl records neither a start nor an end of the run",
+        "no process of this machine holds the run",
+        f"{_kept(facts)}; {last}",
         f"look for the OOM killer (dmesg) or a time limit of the queue, then: grpo-core train --resume "
         f"{facts.path}",
     )

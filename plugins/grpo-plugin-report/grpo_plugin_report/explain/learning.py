@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_plugin_report.explain.causes import Finding, moved, percent
+from grpo_plugin_report.explain.causes import Finding, percent
 from grpo_plugin_report.explain.facts import Facts
 
 ENOUGH = 5
@@ -11,15 +11,12 @@ ENOUGH = 5
 
 def _rise(facts: Facts) -> float:
     """Return the largest increase of a task's mean reward, at least 0."""
-    rises = [facts.of(f"reward/{task}").last - facts.of(f"reward/{task}").first for task in facts.tasks]
+    rises = [facts.of(f"reward/{task}").rise for task in facts.tasks]
     return max((rise for rise in rises if rise == rise), default=0.0)
 
 
 def _rewards(facts: Facts) -> str:
-    rises = [
-        f"{task} {moved(facts.of(f'reward/{task}').first, facts.of(f'reward/{task}').last)}"
-        for task in facts.tasks
-    ]
+    rises = [f"{task} {facts.of(f'reward/{task}').moved}" for task in facts.tasks]
     return f"mean reward: {'; '.join(rises)}"
 
 
@@ -38,13 +35,6 @@ def _mixture_moved(facts: Facts) -> bool:
     return any(abs(a - b) > 0.2 for a, b in zip(shares(0, last / 5), shares(last * 0.8, last), strict=True))
 
 
-def _lr(facts: Facts) -> str:
-    return (
-        f"trainer.lr = {facts.setting('trainer.lr')}, trainer.updates_per_step = "
-        f"{facts.setting('trainer.updates_per_step')}"
-    )
-
-
 def engine_logprobs_differ(facts: Facts) -> Finding | None:
     """Engine and trainer disagree about the logprobs of fresh tokens."""
     series = facts.of("logprob_diff_mean")
@@ -55,15 +45,12 @@ def engine_logprobs_differ(facts: Facts) -> Finding | None:
     if fresh < 0.1:
         return None
     ratio = facts.of("importance_ratio_max")
-    return Finding(
+    return Finding.of(
         "Engine and trainer disagree about the tokens that the same weights sampled.",
-        (
-            f"logprob_diff_mean of the first step, before anything was learnt: {fresh:.3g} nats",
-            f"largest importance ratio: {ratio.most:.3g}; smallest effective_sample_size: "
-            f"{facts.of('effective_sample_size').least:.3g}",
-            f"rollout.temperature = {facts.setting('rollout.temperature')}, model.dtype = "
-            f"{facts.setting('model.dtype')!r}, engine.options = {facts.setting('engine.options')}",
-        ),
+        f"logprob_diff_mean of the first step, before anything was learnt: {fresh:.3g} nats",
+        f"largest importance ratio: {ratio.most:.3g}; smallest effective_sample_size: "
+        f"{facts.of('effective_sample_size').least:.3g}",
+        facts.settings("rollout.temperature", "model.dtype", "engine.options"),
         "let the engine sample at rollout.temperature with top_p 1 and return logprobs of that distribution; "
         "compare dtypes; grpo-core check tests an engine",
     )
@@ -84,15 +71,13 @@ def learning_rate_too_high(facts: Facts) -> Finding | None:
     stale = facts.of("staleness_mean").median > 4.0
     if stale or not (fell or wild):
         return None
-    return Finding(
+    return Finding.of(
         "The learning rate is too high: single steps change the policy beyond recognition.",
-        (
-            f"entropy: {entropy.values[0]:.3g} in the first step, {min(entropy.values[:steps]):.3g} within "
-            f"{steps} steps",
-            f"largest logprob_diff_mean {difference.most:.3g} nats, largest mismatch_kl {kl.most:.3g}; "
-            f"{_rewards(facts)}",
-            _lr(facts),
-        ),
+        f"entropy: {entropy.values[0]:.3g} in the first step, {min(entropy.values[:steps]):.3g} within "
+        f"{steps} steps",
+        f"largest logprob_diff_mean {difference.most:.3g} nats, largest mismatch_kl {kl.most:.3g}; "
+        f"{_rewards(facts)}",
+        facts.settings("trainer.lr", "trainer.updates_per_step"),
         f"divide trainer.lr by 10 or more: --set trainer.lr={facts.number('trainer.lr', 1e-6) / 10:.0e}",
     )
 
@@ -102,15 +87,13 @@ def staleness_too_high(facts: Facts) -> Finding | None:
     stale, difference = facts.of("staleness_mean"), facts.of("logprob_diff_mean")
     if not (stale.median >= 4.0 and difference.most >= 0.08):
         return None
-    return Finding(
+    return Finding.of(
         "Rollouts are trained so many steps later that another policy sampled them.",
-        (
-            f"mean staleness {stale.median:.3g} steps (median), largest {facts.of('staleness_max').most:g}; "
-            f"pipeline.max_staleness = {facts.setting('pipeline.max_staleness')}",
-            f"largest logprob_diff_mean {difference.most:.3g} nats, smallest effective_sample_size "
-            f"{facts.of('effective_sample_size').least:.3g}",
-            f"training waits for groups in {percent(facts.stage('wait for groups'))} of the time",
-        ),
+        f"mean staleness {stale.median:.3g} steps (median), largest {facts.of('staleness_max').most:g}; "
+        f"{facts.settings('pipeline.max_staleness')}",
+        f"largest logprob_diff_mean {difference.most:.3g} nats, smallest effective_sample_size "
+        f"{facts.of('effective_sample_size').least:.3g}",
+        f"training waits for groups in {percent(facts.stage('wait for groups'))} of the time",
         "set pipeline.max_staleness = 2",
     )
 
@@ -121,13 +104,11 @@ def too_many_updates(facts: Facts) -> Finding | None:
     low, high = facts.of("clip_fraction_low"), facts.of("clip_fraction_high")
     if updates < 6 or not (low.most >= 0.06 or high.most >= 0.06):
         return None
-    return Finding(
+    return Finding.of(
         "Each step makes so many updates from the same rollouts that the clip removes much of the gradient.",
-        (
-            f"trainer.updates_per_step = {updates:g}",
-            f"largest clip_fraction_low {percent(low.most)}, largest clip_fraction_high {percent(high.most)}",
-            _rewards(facts),
-        ),
+        f"trainer.updates_per_step = {updates:g}",
+        f"largest clip_fraction_low {percent(low.most)}, largest clip_fraction_high {percent(high.most)}",
+        _rewards(facts),
         "set trainer.updates_per_step = 2, and raise trainer.lr instead if learning is too slow",
     )
 
@@ -137,13 +118,11 @@ def gradient_clip_too_small(facts: Facts) -> Finding | None:
     norm, limit = facts.of("grad_norm"), facts.number("trainer.max_grad_norm", 1.0)
     if len(norm) < ENOUGH or limit <= 0.0 or norm.least < 30.0 * limit or norm.median < 50.0 * limit:
         return None
-    return Finding(
+    return Finding.of(
         "Every gradient is clipped to a small part of its norm.",
-        (
-            f"trainer.max_grad_norm = {limit:g}",
-            f"grad_norm before the clip: smallest {norm.least:.3g}, median {norm.median:.3g}",
-            f"the median is {norm.median / limit:.3g} times the limit; {_rewards(facts)}",
-        ),
+        f"trainer.max_grad_norm = {limit:g}",
+        f"grad_norm before the clip: smallest {norm.least:.3g}, median {norm.median:.3g}",
+        f"the median is {norm.median / limit:.3g} times the limit; {_rewards(facts)}",
         f"set trainer.max_grad_norm near the median: --set trainer.max_grad_norm={norm.median:.1g}",
     )
 
@@ -158,19 +137,15 @@ def learning_rate_too_low(facts: Facts) -> Finding | None:
     if stale.median > 0.3:  # stale tokens show how far the weights move
         still = difference.median < 1e-3 and kl.median < 1e-5
     else:
-        still = (
-            abs(entropy.last - entropy.first) < 0.01 * max(entropy.first, 1e-9) and abs(_rise(facts)) < 0.03
-        )
+        still = abs(entropy.rise) < 0.01 * max(entropy.first, 1e-9) and abs(_rise(facts)) < 0.03
     if not still or entropy.last < 0.05:
         return None
-    return Finding(
+    return Finding.of(
         "The policy does not change: the learning rate is too low, or the weights are frozen.",
-        (
-            f"logprobs by weights that are {stale.median:.2g} steps older differ by {difference.median:.2g} "
-            "nats",
-            f"there is a gradient (grad_norm {norm.median:.3g}), and {_rewards(facts)}",
-            f"{_lr(facts)}, lr at the end {facts.of('lr').last:.3g}",
-        ),
+        f"logprobs by weights that are {stale.median:.2g} steps older differ by {difference.median:.2g} nats",
+        f"there is a gradient (grad_norm {norm.median:.3g}), and {_rewards(facts)}",
+        f"{facts.settings('trainer.lr', 'trainer.updates_per_step')}, "
+        f"lr at the end {facts.of('lr').last:.3g}",
         f"raise trainer.lr tenfold until logprob_diff_mean is near 0.01: --set trainer.lr="
         f"{facts.number('trainer.lr', 1e-6) * 10:.0e}",
     )
@@ -181,13 +156,11 @@ def hints_quoted(facts: Facts) -> Finding | None:
     hints, quoted = (sum(facts.of(name).values) for name in ("hints", "hints_quoted"))
     if quoted < 5 or quoted < 0.05 * hints:
         return None
-    return Finding(
+    return Finding.of(
         "Replies quote the hints, which the policy does not see: it learns their words, not the task.",
-        (
-            f"{quoted:g} of {hints:g} hinted rollouts are wrong and say a line of their hint",
-            f"loss.options.teach = {facts.setting('loss.options.teach', 'wrong_only')}",
-            _rewards(facts),
-        ),
+        f"{quoted:g} of {hints:g} hinted rollouts are wrong and say a line of their hint",
+        f"loss.options.teach = {facts.setting('loss.options.teach', 'wrong_only')}",
+        _rewards(facts),
         "check that the environment does not show the hint in a message, and write hints that speak of the "
         "task, not of themselves",
     )
@@ -201,14 +174,12 @@ def hints_collapsed(facts: Facts) -> Finding | None:
     shorter = [each for each in lengths if len(each) and each.last < 0.5 * each.first]
     if _rise(facts) > 0.3 or not (shorter or entropy.last < 0.25 * entropy.first):
         return None
-    length = moved(shorter[0].first, shorter[0].last) if shorter else "no task has shorter replies"
-    return Finding(
+    length = shorter[0].moved if shorter else "no task has shorter replies"
+    return Finding.of(
         "Hints teach the policy into a corner: replies or their entropy collapse without more reward.",
-        (
-            f"entropy: {moved(entropy.first, entropy.last)} (nats)",
-            f"sampled tokens of a rollout: {length}",
-            _rewards(facts),
-        ),
+        f"entropy: {entropy.moved} (nats)",
+        f"sampled tokens of a rollout: {length}",
+        _rewards(facts),
         'set loss.options.teach = "wrong_only", [scores.hinted] weights = "start" with hint = true, or a '
         "lower loss.options.coefficient",
     )
@@ -225,14 +196,12 @@ def entropy_collapsed(facts: Facts) -> Finding | None:
     if (rewards if right is None else right) > 0.6:
         return None
     coefficient = facts.setting("loss.options.entropy.coefficient", 0.0)
-    return Finding(
+    return Finding.of(
         "The policy became certain of one reply before it was right: nothing is explored any more.",
-        (
-            f"entropy: {moved(entropy.first, entropy.last)} (nats)",
-            _rewards(facts),
-            f"loss.options.entropy.coefficient = {coefficient}, rollout.temperature = "
-            f"{facts.setting('rollout.temperature')}",
-        ),
+        f"entropy: {entropy.moved} (nats)",
+        _rewards(facts),
+        f"loss.options.entropy.coefficient = {coefficient}, rollout.temperature = "
+        f"{facts.setting('rollout.temperature')}",
         "set loss.options.entropy.target = 0.3 (the factor must not be negative), loss.options.clip_high = "
         "0.28 and rollout.temperature = 1.0",
     )
@@ -244,14 +213,12 @@ def overfitted(facts: Facts) -> Finding | None:
         before, now = fall.trained
         validated = facts.of(f"validation/{fall.task}/prompts").values
         trained = len(facts.prompts[fall.task].ids) if fall.task in facts.prompts else 0
-        return Finding(
+        return Finding.of(
             f"Task {fall.task!r} gets worse on held-out prompts, and does not on training prompts.",
-            (
-                f"mean reward in training: {before:.3g} at that time, {now:.3g} at the end",
-                f"validation {fall.metric}: {fall.best:.3g} at step {fall.step}, {fall.last:.3g} at the end",
-                f"{trained} different training prompts, "
-                f"{f'{validated[-1]:g}' if validated else 'unknown'} held-out ones",
-            ),
+            f"mean reward in training: {before:.3g} at that time, {now:.3g} at the end",
+            f"validation {fall.metric}: {fall.best:.3g} at step {fall.step}, {fall.last:.3g} at the end",
+            f"{trained} different training prompts, "
+            f"{f'{validated[-1]:g}' if validated else 'unknown'} held-out ones",
             "shuffle prompts with a seed before you split them, add training prompts like the held-out ones, "
             f'or keep the best checkpoint (checkpoint.best = "validation/{fall.task}/{fall.metric}")',
         )

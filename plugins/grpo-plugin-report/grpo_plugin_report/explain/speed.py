@@ -40,14 +40,11 @@ def checkpoints_block(facts: Facts) -> Finding | None:
     cut, wait = facts.stage("cut of the checkpoint"), facts.stage("wait for the checkpoint")
     if not _enough(facts) or cut + wait < 0.2:
         return None
-    return Finding(
+    return Finding.of(
         "Training waits for checkpoints.",
-        (
-            f"{percent(cut)} of the time goes to cuts, {percent(wait)} to waiting for the last checkpoint",
-            f"checkpoint.every = {facts.setting('checkpoint.every')}, checkpoint.async_save = "
-            f"{facts.setting('checkpoint.async_save')}",
-            f"{_step(facts)}; {_training(facts)}",
-        ),
+        f"{percent(cut)} of the time goes to cuts, {percent(wait)} to waiting for the last checkpoint",
+        facts.settings("checkpoint.every", "checkpoint.async_save"),
+        f"{_step(facts)}; {_training(facts)}",
         "raise checkpoint.every, keep checkpoint.async_save = true, or write to a faster disk",
     )
 
@@ -58,14 +55,11 @@ def validation_blocks(facts: Facts) -> Finding | None:
     waits = facts.stage("wait for validation", "wait for the weight sync")
     if not _enough(facts) or share < 0.45 or waits < 0.35:
         return None
-    return Finding(
+    return Finding.of(
         "Training waits for validation.",
-        (
-            f"validations run in {percent(share)} of the time",
-            f"training waits for them, or for the weight sync after them, in {percent(waits)} of the time",
-            f"validation.every = {facts.setting('validation.every')}, validation.prompts = "
-            f"{facts.setting('validation.prompts')}, validation.pause = {facts.setting('validation.pause')}",
-        ),
+        f"validations run in {percent(share)} of the time",
+        f"training waits for them, or for the weight sync after them, in {percent(waits)} of the time",
+        facts.settings("validation.every", "validation.prompts", "validation.pause"),
         "raise validation.every, lower validation.prompts, or give it an engine ([validation.engine])",
     )
 
@@ -75,14 +69,12 @@ def updates_wait_for_rollouts(facts: Facts) -> Finding | None:
     share = facts.lane("sync", "wait for rollouts to end")
     if not _enough(facts) or share < 0.25:
         return None
-    return Finding(
+    return Finding.of(
         "New weights wait until all running rollouts have ended.",
-        (
-            f"a weight sync waits for rollouts in {percent(share)} of the time",
-            f"pipeline.in_flight_updates = {facts.setting('pipeline.in_flight_updates')}",
-            f"{_step(facts)}; training waits for groups in {percent(_waits(facts))} of the time and for the "
-            f"sync in {percent(facts.stage('wait for the weight sync'))}",
-        ),
+        f"a weight sync waits for rollouts in {percent(share)} of the time",
+        facts.settings("pipeline.in_flight_updates"),
+        f"{_step(facts)}; training waits for groups in {percent(_waits(facts))} of the time and for the "
+        f"sync in {percent(facts.stage('wait for the weight sync'))}",
         "set pipeline.in_flight_updates = true",
     )
 
@@ -92,15 +84,12 @@ def weight_sync_is_slow(facts: Facts) -> Finding | None:
     publishes, loads = facts.stage("publish"), facts.lane("sync", "update weights", "canary")
     if not _enough(facts) or (publishes < 0.2 and loads < 0.3):
         return None
-    return Finding(
+    return Finding.of(
         "New weights take long from the trainer to the engines.",
-        (
-            f"the trainer publishes in {percent(publishes)} of the time, engines load in {percent(loads)}",
-            f"training waits for a weight sync in {percent(facts.stage('wait for the weight sync'))} of the "
-            f"time; {_step(facts)}",
-            f"engine.transport = {facts.setting('engine.transport')!r}, engine.workers = "
-            f"{facts.setting('engine.workers')}, trainer.ranks = {facts.setting('trainer.ranks', 1)}",
-        ),
+        f"the trainer publishes in {percent(publishes)} of the time, engines load in {percent(loads)}",
+        f"training waits for a weight sync in {percent(facts.stage('wait for the weight sync'))} of the "
+        f"time; {_step(facts)}",
+        facts.settings("engine.transport", "engine.workers", "trainer.ranks"),
         "choose a faster engine.transport (cuda_ipc on one machine, collective between machines), or train "
         "adapters (model.lora)",
     )
@@ -118,14 +107,12 @@ def too_few_in_flight(facts: Facts) -> Finding | None:
     wanted = facts.number("trainer.prompts_per_step", 1.0) * group
     if not _enough(facts) or not 0 < most <= 0.5 * wanted or _waits(facts) < 0.4:
         return None
-    return Finding(
+    return Finding.of(
         "So few rollouts may be in flight that the engine has little to do.",
-        (
-            f"{key} = {facts.setting(key)} lets {most:g} rollouts be played at the same time; a step trains "
-            f"{wanted:g}",
-            f"training waits for groups in {percent(_waits(facts))} of the time",
-            f"the engines sample {facts.of('tokens_per_second/generation').median:.3g} tokens/s",
-        ),
+        f"{key} = {facts.setting(key)} lets {most:g} rollouts be played at the same time; a step trains "
+        f"{wanted:g}",
+        f"training waits for groups in {percent(_waits(facts))} of the time",
+        f"the engines sample {facts.of('tokens_per_second/generation').median:.3g} tokens/s",
         f"set {key} = 0 (no limit), or raise it until at least {2 * wanted:g} are played at the same time",
     )
 
@@ -135,14 +122,11 @@ def environment_is_the_bottleneck(facts: Facts) -> Finding | None:
     lane, share = _environment(facts)
     if not _enough(facts) or share < 0.55 or _waits(facts) < 0.5:
         return None
-    return Finding(
+    return Finding.of(
         "Training waits for an environment.",
-        (
-            f"{lane} is busy in {percent(share)} of the time",
-            f"training waits for groups in {percent(_waits(facts))} of the time; {_training(facts)}",
-            f"environment.workers = {facts.setting('environment.workers', 1)}, environment.max_batch = "
-            f"{facts.setting('environment.max_batch')}; {_step(facts)}",
-        ),
+        f"{lane} is busy in {percent(share)} of the time",
+        f"training waits for groups in {percent(_waits(facts))} of the time; {_training(facts)}",
+        f"{facts.settings('environment.workers', 'environment.max_batch')}; {_step(facts)}",
         "raise environment.workers, make evaluate async, or judge faster",
     )
 
@@ -152,13 +136,11 @@ def no_overlap(facts: Facts) -> Finding | None:
     waits, trains = _waits(facts), facts.stage("step")
     if not _enough(facts) or facts.setting("pipeline.max_staleness") != 0 or min(waits, trains) < 0.25:
         return None
-    return Finding(
+    return Finding.of(
         "Generation and training take turns.",
-        (
-            "pipeline.max_staleness = 0: each step waits for rollouts of the newest weights",
-            f"training waits for groups in {percent(waits)} of the time, and computes in {percent(trains)}",
-            f"{_step(facts)}; with overlap about {facts.of('time/step').median * max(waits, trains):.3g} s",
-        ),
+        "pipeline.max_staleness = 0: each step waits for rollouts of the newest weights",
+        f"training waits for groups in {percent(waits)} of the time, and computes in {percent(trains)}",
+        f"{_step(facts)}; with overlap about {facts.of('time/step').median * max(waits, trains):.3g} s",
         "set pipeline.max_staleness = 1",
     )
 
@@ -170,14 +152,12 @@ def engine_is_the_bottleneck(facts: Facts) -> Finding | None:
         return None
     if _waits(facts) < max(0.45, 2.5 * facts.stage("step")):
         return None
-    return Finding(
+    return Finding.of(
         "Training waits for the engines most of the time.",
-        (
-            f"training waits for groups in {percent(_waits(facts))} of the time; {_training(facts)}",
-            f"the engines generate in {percent(busy)} of the time, environments judge in {percent(judged)}",
-            f"{facts.of('tokens_per_second/generation').median:.3g} tokens/s with engine.workers = "
-            f"{facts.setting('engine.workers')}",
-        ),
+        f"training waits for groups in {percent(_waits(facts))} of the time; {_training(facts)}",
+        f"the engines generate in {percent(busy)} of the time, environments judge in {percent(judged)}",
+        f"{facts.of('tokens_per_second/generation').median:.3g} tokens/s with "
+        f"{facts.settings('engine.workers')}",
         'raise engine.workers or use a faster engine (engine.name = "vllm"), or lower rollout.max_tokens',
     )
 
@@ -189,14 +169,11 @@ def trainer_is_the_bottleneck(facts: Facts) -> Finding | None:
     padding = rows.median if len(rows) else 0.0
     if not _enough(facts) or share < 0.85 or generates > 0.4:
         return None
-    return Finding(
+    return Finding.of(
         "The engines wait for the trainer most of the time.",
-        (
-            f"{_training(facts)}; {_step(facts)}",
-            f"rollouts are played in {percent(generates)} of the time",
-            f"trainer.ranks = {facts.setting('trainer.ranks', 1)}, trainer.updates_per_step = "
-            f"{facts.setting('trainer.updates_per_step')}, padding {percent(padding)}",
-        ),
+        f"{_training(facts)}; {_step(facts)}",
+        f"rollouts are played in {percent(generates)} of the time",
+        f"{facts.settings('trainer.ranks', 'trainer.updates_per_step')}, padding {percent(padding)}",
         "raise trainer.tokens_per_microbatch, use more trainer.ranks, or lower trainer.updates_per_step; "
         'with much padding set trainer.packing = "auto"; --profile 3 shows where a step\'s time goes',
     )
