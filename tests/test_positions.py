@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import random
 import time
 
 import pytest
-from hypothesis import given, settings
+from attrs import frozen
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from grpo_core.app.data import Source
 from grpo_core.config import RowOptions
 from grpo_core.contracts.errors import ConfigError, PluginError
+from grpo_core.contracts.records import Prompt
 from grpo_core.data.loaders import IndexedLoader, StreamLoader
 from grpo_core.data.positions import fingerprint
 from grpo_core.data.states import packed, unpacked
@@ -136,15 +139,25 @@ def through_files(state):
     return unpacked(json.loads(json.dumps(packed(state))))
 
 
+async def resumed(make, state, **options):
+    """A loader that continues; as in a run, its first rows have been read before the checkpoint is."""
+    loader = stream(make, **options)
+    with contextlib.suppress(PluginError):
+        await loader.first(8)
+    loader.load_state_dict(state)
+    return loader
+
+
 # ---------------------------------------------------------------------------------- killed anywhere
 
 
 @settings(max_examples=30, deadline=None)
+@example(kind=Rows, n=50, takes=[4, 4], kills=[0], ahead=0)  # before the first row is taken
 @given(
     kind=st.sampled_from(KINDS),
     n=st.sampled_from([1, 3, 31, 32, 33, 50]),
     takes=st.lists(st.integers(1, 9), min_size=2, max_size=24),
-    kills=st.lists(st.integers(1, 23), max_size=4),
+    kills=st.lists(st.integers(0, 23), max_size=4),
     ahead=st.integers(0, 20),
 )
 def test_a_stream_that_is_killed_anywhere_gives_the_rows_of_one_that_is_not(kind, n, takes, kills, ahead):
@@ -153,14 +166,13 @@ def test_a_stream_that_is_killed_anywhere_gives_the_rows_of_one_that_is_not(kind
     async def story(kills):
         loader, ids = stream(lambda: kind(n)), []
         for nth, take in enumerate(takes):
-            ids += await drawn(loader, take)
             if nth in kills:
                 await loader.first(ahead + 1)
                 state = through_files(loader.state_dict())
-                loader = stream(lambda: kind(n))
-                loader.load_state_dict(state)
+                loader = await resumed(lambda: kind(n), state)
                 if nth % 2:  # killed again before a row is read
                     assert through_files(loader.state_dict()) == state
+            ids += await drawn(loader, take)
         return ids
 
     expected = [f"{epoch}/" for epoch in range(sum(takes)) for _ in range(n)]
@@ -231,8 +243,8 @@ def test_the_proof_may_be_given_up_or_begin_when_a_run_is_resumed(kind, exact):
         await loader.first(9)
         ids, last = [], loader
         for takes in (3, 6, 1, 40, 30):
-            other = stream(Rows if kind is Changed and exact else kind, exact=not exact)
-            other.load_state_dict(through_files(last.state_dict()))
+            make = Rows if kind is Changed and exact else kind
+            other = await resumed(make, through_files(last.state_dict()), exact=not exact)
             ids += await drawn(other, takes)
             await other.first(2)
             last = other
@@ -284,6 +296,47 @@ def test_rows_by_index_that_have_changed_are_refused_too():
     with pytest.raises(ConfigError, match=r"row 1 has '\d+ 2' in its field 'prompt', expected '\d+ 1'"):
         asyncio.run(story(2))
     assert asyncio.run(story(2, exact=False))[2] == expected
+
+    async def given_up():
+        loader, other, last = indexed(1), indexed(2, exact=False), indexed(2)
+        await drawn(loader, 5)
+        other.load_state_dict(through_files(loader.state_dict()))
+        await drawn(other, 8)
+        last.load_state_dict(through_files(other.state_dict()))
+        assert await drawn(last, 30) == await drawn(other, 30)
+
+    asyncio.run(given_up())
+
+
+@pytest.mark.parametrize("row", [Prompt(messages="1 = ?", id=3), None])
+def test_what_cannot_be_read_names_its_dataloader(row):
+    async def broken(rows):
+        raise ValueError("it cannot be converted")
+
+    rows, convert = (Transformed(1), broken) if row is None else ([row], None)
+    loader = IndexedLoader(
+        "t", rows, seed=0, name="rows", options=RowOptions(), at_hand=False, convert=convert
+    )
+    with pytest.raises(PluginError, match=r"task 't': dataloader 'rows': it raised "):
+        asyncio.run(drawn(inline(loader), 1))
+
+
+def test_a_prompt_of_another_class_is_saved_as_a_prompt():
+    @frozen
+    class Tagged(Prompt):
+        tag: str = ""
+
+    async def story():
+        rows = [Tagged(messages=f"{i} = ?", hint="one", tag="x") for i in range(9)]
+        loader = inline(IndexedLoader("t", rows, seed=0, name="rows", options=RowOptions(), at_hand=False))
+        await loader.first(2)
+        prompt, _ = loader.take(2)
+        state = through_files(loader.state_dict({7: prompt}))
+        loader.load_state_dict(state)
+        assert loader.prompt(prompt.id, 7) == prompt
+        assert type(prompt) is Prompt
+
+    asyncio.run(story())
 
 
 def test_what_proves_rows_by_index_does_not_grow_from_life_to_life():

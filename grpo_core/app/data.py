@@ -259,7 +259,12 @@ class Source:
         if not is_sized(rows):
             again, without = partial(self.make, "train"), NO_FIELDS
             if trial is not None and self.options.exact:
-                rows, without = None, await trial(thread)
+                rows = None
+                try:
+                    without = await trial(thread)
+                except BaseException:
+                    thread.close()
+                    raise
             return StreamLoader(self.task, make=again, first=rows, without=without, **named)
         if at_hand := is_at_hand(rows):
             rows = await self._read(rows)

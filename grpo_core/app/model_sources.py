@@ -234,7 +234,9 @@ class EvalTarget:
     name: str
     """The user's spelling."""
     model: Path | None
-    """Directory of the model; None: the model that training would start from, of ``model.path``."""
+    """Directory of the model; None: that of ``hub``, or else the model that training would start from."""
+    hub: str = ""
+    """Id of a model that is fetched when its engine starts."""
     adapters: Path | None = None
     """Directory of adapters that belong to the model."""
     version: int
@@ -281,8 +283,9 @@ def find_target(
         there = ", ".join(sorted(beside)) or "none"
         raise ConfigError(f"there is no run {target}.{did_you_mean(path.name, beside)} Runs there: {there}")
     check_path(target)
-    here = path if path.is_dir() else None  # a hub's is fetched when it is needed
-    return EvalTarget(name=target, model=here, version=0, table={"model": {"path": str(here or target)}})
+    here = path if path.is_dir() else None
+    table = {"model": {"path": str(here or target)}}
+    return EvalTarget(name=target, model=here, hub="" if here else target, version=0, table=table)
 
 
 def without_overridden(

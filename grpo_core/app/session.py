@@ -193,7 +193,8 @@ async def _start_engine(
             status=lambda message, part=None: status(message),
             check=partial(making.check_small_files, config, setup.engines.values(), prompts=first),
         )
-        start = await setup.model.start_model(request)
+        source = model_sources.Pretrained(target.hub) if target.hub else setup.model
+        start = await source.start_model(request)
         if (make := start.prepare) is not None:
             status(start.doing)
             threads = thread_count(config.trainer.threads, config.pipeline.max_staleness > 0)  # as training
@@ -362,8 +363,7 @@ def prepare(
         in_run = Path(target, "validated", now) if target and Path(target, CONFIG).is_file() else None
         of_model = model_sources.RUNS / f"{'+'.join(config.tasks or config.validation.sets)}-validated-{now}"
         output = unused(in_run or of_model)
-    made = chosen.model is None and setup.plugins.offers("model", config.model.path)
-    if only and not made:  # it may be made from the prompts of all tasks
+    if only and (chosen.model or chosen.hub):  # or it may be made from the prompts of all tasks
         needed = {*only, *(one.task for name, one in config.validation.sets.items() if name in only)}
         tasks_of = {name: one for name, one in config.tasks.items() if name in needed}
         setup.config = evolve(config, tasks=tasks_of)

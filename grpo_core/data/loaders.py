@@ -7,6 +7,7 @@ request may need.  ``take`` returns from this look-ahead at once, so the event l
 from __future__ import annotations
 
 import asyncio
+import bisect
 import functools
 import hashlib
 import json
@@ -250,7 +251,8 @@ class LookAhead:
                     await asyncio.wait([reading], timeout=left)
             finally:
                 reading.cancel()
-            await self._add(reading.result())
+            with plugin_errors(f"{self.who}: it"):
+                await self._add(reading.result())
 
     def _read(self, n: int) -> list[Read]:
         """Read up to ``n`` of the next rows; called on the thread.
@@ -321,8 +323,9 @@ class LookAhead:
             self._recent[prompt.id] = number
             if len(self._recent) > RECENT:
                 self._recent.popitem(last=False)
-        if passed := [mark.row for _, mark in self._since if mark.row <= self.rows - PROVED]:
-            del self._since[: passed[-1] - passed[0]]
+        passed = bisect.bisect_right(self._since, self.rows - PROVED, key=lambda each: each[1].row)
+        if passed:
+            del self._since[: self._since[passed - 1][1].row - self._since[0][1].row]
         return [prompt for _, prompt in taken]
 
     def place(self, prompt: Prompt) -> int:
@@ -379,6 +382,7 @@ class LookAhead:
         self.rows = state["rows"]
         self._unfinished = {slot: Prompt(**given) for slot, given in state["unfinished"].items()}
         self._ahead.clear()
+        self._since = []
         self._ids = Ids(self.who)  # rows that were read before are read again
         self._resumed = True
         try:
@@ -605,8 +609,11 @@ class IndexedLoader(LookAhead):
         first = self.rows - len(self._since)
         found = [fingerprint(self.data[self._index(number)]) for number in range(first, self.rows)]
         differs = difference([each for each, _ in self._since], found, first)
-        if differs is not None and self.exact:
+        if differs is None:
+            return
+        if self.exact:
             raise refusal(self.who, self.data, differs)
+        self._since = [(each, mark) for each, (_, mark) in zip(found, self._since, strict=True)]
 
     # ------------------------------------------------------------------------------ checkpoints
 

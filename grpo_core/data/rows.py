@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import asdict, evolve, fields_dict, frozen
+from attrs import fields_dict, frozen
 
 from grpo_core.config import RowOptions, structured
 from grpo_core.contracts.errors import ConfigError, PluginError
@@ -111,7 +111,10 @@ class RowReader:
         if surrogate := lone_surrogate([id, messages]):
             raise ConfigError(f"{self._place(place)}: prompt {id!r} {unreadable(surrogate)}")
         if isinstance(row, Prompt):
-            return evolve(row, messages=messages, id=id, environment=self.task)
+            answer, info, hint = row.answer, row.info, row.hint
+            return Prompt(
+                messages=messages, answer=answer, id=id, environment=self.task, info=info, hint=hint
+            )
         used = {self.options.answer, self.options.id, self._prompt_field(row)}
         columns = {} if isinstance(row, str) else row
         info = {name: each for name, each in columns.items() if name not in used and not is_null(each)}
@@ -136,8 +139,9 @@ class RowReader:
 
     def unseen(self, key: str, columns: Iterable[Any], where: str = "") -> ConfigError:
         """Return the error for a field that the configuration names and that has no value."""
+        lacks = f"{where}: has no field" if where else f"{self.who}: no row has a value in"
         return ConfigError(
-            f"{where or self.who}: no row has a value in {self.named[key]!r}, which data_options.{key} "
+            f"{lacks} {self.named[key]!r}, which data_options.{key} "
             f"names; columns: {', '.join(map(str, columns))}"
         )
 
@@ -205,7 +209,8 @@ def missing(value: Any) -> bool:
 
 def plain(prompt: Prompt) -> dict[str, Any]:
     """Convert a prompt to values that a checkpoint can hold."""
-    return {**asdict(prompt, recurse=False), "messages": list(prompt.messages), "info": dict(prompt.info)}
+    own = {name: getattr(prompt, name) for name in fields_dict(Prompt)}
+    return {**own, "messages": list(prompt.messages), "info": dict(prompt.info)}
 
 
 # ---------------------------------------------------------------------------------- dataloaders
