@@ -440,9 +440,8 @@ def test_old_keys_are_one_error_that_prints_the_new_lines():
 @pytest.mark.parametrize("form", ["a list", "a torch Dataset", "an endless iterable", "a node"])
 @pytest.mark.parametrize("key", ["prompt", "answer", "id"])
 def test_a_named_field_that_no_row_has_is_refused_for_every_kind(opened, form, key):
-    with pytest.raises(
-        ConfigError, match=rf"(no row has a value in|has no field) 'missing', which data_options.{key} names; columns: id, "
-    ):
+    lacks = "(no row has a value in|has no field) 'missing'"
+    with pytest.raises(ConfigError, match=f"{lacks}, which data_options.{key} names; columns: id, "):
         opened(FORMS[form], **{key: "missing"}).take(1)
 
 
