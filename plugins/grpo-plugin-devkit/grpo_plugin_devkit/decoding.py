@@ -53,9 +53,6 @@ CONTEXT = 256
 PATIENCE = 60.0
 """Seconds for an answer; a dead engine must be replaced within this time."""
 
-CROWD = 3000
-"""Number of requests that are cancelled at once."""
-
 REFUSED = "expected EngineError, see check_request of grpo_core.kit"
 
 SMALL = GenerationRequest(prompt_ids=(5, 6, 7), max_tokens=5, seed=3)
@@ -94,6 +91,8 @@ class EngineUnderTest:
     """Tolerance of logprobs."""
     recomputes: bool = False
     """Whether running requests recompute all their tokens with the new weights after an update."""
+    crowd: int = 3000
+    """Number of requests that are cancelled at once."""
     kill: Callable[[], None] | None = None
     """Kills the decoding process; None without a separate process."""
     version: int = 0
@@ -373,7 +372,7 @@ async def weights_of_another_model_are_refused_and_change_nothing(tried: EngineU
 
 
 async def a_cancelled_generate_frees_its_rows(tried: EngineUnderTest) -> None:
-    task = asyncio.ensure_future(tried.engine.generate(endless(CROWD)))
+    task = asyncio.ensure_future(tried.engine.generate(endless(tried.crowd)))
     await tried.ask(evolve(SMALL, max_tokens=1))  # the engine has received the other requests by now
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
