@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import random
+import threading
 import time
 
 import pytest
@@ -549,3 +550,20 @@ def test_fingerprints_compare_values_and_not_objects():
     }.items():
         assert fingerprint(one)[key][0] != fingerprint({key: other})[key][0], key
     assert len(fingerprint({"long": "x" * 1000})["long"][1]) == 60
+
+
+@pytest.mark.parametrize("made", [None, [], KINDS[1]], ids=["nothing", "no rows", "refused by its trial"])
+def test_a_dataloader_that_is_refused_leaves_no_thread(made):
+    async def trial(thread):
+        raise ConfigError("it is refused")
+
+    async def story():
+        make = made if callable(made) else lambda: made
+        await Source("t", "refused", lambda split: make(), RowOptions()).training(trial)
+
+    with pytest.raises((ConfigError, PluginError)):
+        asyncio.run(story())
+    left = [each for each in threading.enumerate() if "dataloader 'refused'" in each.name]
+    for each in left:
+        each.join(10)
+    assert not any(each.is_alive() for each in left)

@@ -251,28 +251,27 @@ class Source:
         Raises PluginError, ConfigError.
         """
         thread = Thread(self.who)
-        rows = await self._rows("train", thread)
-        if rows is None:
-            raise PluginError(f"{self.who}: it is None for 'train'; expected rows")
-        named: dict[str, Any] = {"name": self.name, "options": self.options}
-        named |= {"deadline": self.deadline, "convert": self.convert, "thread": thread}
-        if not is_sized(rows):
-            again, without = partial(self.make, "train"), NO_FIELDS
-            if trial is not None and self.options.exact:
-                rows = None
-                try:
-                    without = await trial(thread)
-                except BaseException:
-                    thread.close()
-                    raise
-            return StreamLoader(self.task, make=again, first=rows, without=without, **named)
-        if at_hand := is_at_hand(rows):
-            rows = await self._read(rows)
-        named |= {"seed": self.seed, "at_hand": at_hand and self.convert is None}
-        loader = IndexedLoader(self.task, rows, **named)
-        if not await self.called(thread, lambda: loader.size):  # rows may be used on their thread alone
-            raise ConfigError(f"{self.who} is empty; expected at least one row")
-        return loader
+        try:
+            rows = await self._rows("train", thread)
+            if rows is None:
+                raise PluginError(f"{self.who}: it is None for 'train'; expected rows")
+            named: dict[str, Any] = {"name": self.name, "options": self.options}
+            named |= {"deadline": self.deadline, "convert": self.convert, "thread": thread}
+            if not is_sized(rows):
+                again, without = partial(self.make, "train"), NO_FIELDS
+                if trial is not None and self.options.exact:
+                    rows, without = None, await trial(thread)
+                return StreamLoader(self.task, make=again, first=rows, without=without, **named)
+            if at_hand := is_at_hand(rows):
+                rows = await self._read(rows)
+            named |= {"seed": self.seed, "at_hand": at_hand and self.convert is None}
+            loader = IndexedLoader(self.task, rows, **named)
+            if not await self.called(thread, lambda: loader.size):  # rows may be used on their thread alone
+                raise ConfigError(f"{self.who} is empty; expected at least one row")
+            return loader
+        except BaseException:
+            thread.close()
+            raise
 
     async def held_out(self, first: int) -> Sequence[Prompt] | None:
         """Return the held-out prompts of the dataloader; None if it has none.
