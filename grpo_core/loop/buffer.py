@@ -50,7 +50,6 @@ from attrs import evolve, frozen
 
 from grpo_core.contracts.errors import SlotError
 from grpo_core.contracts.records import Slot
-from grpo_core.loop import versions
 
 PromptT = TypeVar("PromptT")
 GroupT = TypeVar("GroupT")
@@ -317,7 +316,7 @@ class Buffer(Generic[PromptT, GroupT]):
                     return target, missing
             return self._farthest(), 0
         held = (self.step - self.version) * self.prompts_per_step
-        permits = versions.capacity(prompts_per_step=self.prompts_per_step, max_staleness=self.max_staleness)
+        permits = (self.max_staleness + 1) * self.prompts_per_step
         wanted = (self.num_steps - self.step) * self.prompts_per_step
         return self._farthest(), min(permits - held, wanted) - self.outstanding
 
@@ -339,7 +338,7 @@ class Buffer(Generic[PromptT, GroupT]):
         return True
 
     def _farthest(self) -> int:
-        return versions.deadline(generated_by=self.version, max_staleness=self.max_staleness)
+        return self.version + self.max_staleness
 
     def _offer_retry(self, slot: Slot[PromptT]) -> None:
         self._retrying[slot.id] = slot

@@ -17,7 +17,6 @@ from typing import Any
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core.loop import versions
 from grpo_core.loop.buffer import BufferStatistics
 from grpo_core.loop.dynamic import EQUAL_REWARDS, short_name
 from grpo_core.loop.versions import Interval
@@ -321,7 +320,7 @@ class Laws:
             self._dispatch(slot)
         terms, now = self.terms, self._now
         held = len(now.open) + (now.step - now.version) * terms.prompts_per_step
-        bound = versions.capacity(prompts_per_step=terms.prompts_per_step, max_staleness=terms.max_staleness)
+        bound = (terms.max_staleness + 1) * terms.prompts_per_step
         self._law("memory", held <= bound, f"{held} slots are held")
 
     def _dispatch(self, given: Mapping[str, Any]) -> None:
@@ -371,7 +370,7 @@ class Laws:
             self._law("stamps", same, f"{who} keeps finished rollouts, but not their stamps")
             return
         self._law("stamps", v == self._now.version, f"{who} has {v}, the engine {self._now.version}")
-        farthest = versions.deadline(generated_by=v, max_staleness=self.terms.max_staleness)
+        farthest = v + self.terms.max_staleness
         late = target > farthest or (self.terms.policy == "deadline" and target != farthest)
         self._law("stamps", not late, f"{who} of version {v} has the deadline {target}")
 
@@ -469,7 +468,7 @@ class Laws:
         self._law("batch", whole, f"{who} has the rewards {rewards}, expected {terms.group_size} numbers")
         tokens: Sequence[int] = group["token_versions"]
         oldest = min([group["generation_version"], *tokens])
-        stale = versions.staleness(trained_at=now.step, generated_by=oldest)
+        stale = now.step - oldest
         fresh = stale <= terms.max_staleness and oldest >= group["generation_version"]
         fresh = fresh and bool(tokens) and max(tokens) <= now.step
         self._law("staleness", fresh, f"{who} has staleness {stale}, stamps and tokens: {dict(group)}")
