@@ -75,6 +75,10 @@ class BufferStatistics:
     """Attempts started, including retries."""
 
 
+COUNTED = ("in_flight", "retrying", "ready", "dispatched", "skipped", "filtered", "attempts")
+"""Counts that are metrics of a step, as ``buffer/NAME``."""
+
+
 class Buffer(Generic[PromptT, GroupT]):
     """A bounded set of slots; see the module's docstring for its rules.
 

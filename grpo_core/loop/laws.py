@@ -17,7 +17,7 @@ from typing import Any
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core.loop.buffer import BufferStatistics
+from grpo_core.loop.buffer import COUNTED, BufferStatistics
 from grpo_core.loop.dynamic import EQUAL_REWARDS, short_name
 from grpo_core.loop.versions import Interval
 
@@ -493,7 +493,7 @@ class Laws:
         self._law("steps", step == now.step, f"step {step} ended after {now.step} steps were taken")
         self._law("steps", step == now.ended + 1, f"step {step} ended after {now.ended} steps had ended")
         now.ended = step
-        counted = {name: metrics.get(f"buffer/{name}") for name in _COUNTED}
+        counted = {name: metrics.get(f"buffer/{name}") for name in COUNTED}
         if None in counted.values():
             self._broken("conservation", f"step {step} lacks counts of the buffer: {counted}")
         else:
@@ -551,7 +551,6 @@ _UNKNOWN = 2**64 - 1
 """Stands for a draw that no event mentions, because another sampler made it."""
 _STAMPS = ("task", "prompt", "generation_version", "target_version", "attempt")
 _RESTORED = ("dispatched", "trained", "skipped", "filtered", "ready", "attempts", "validated")
-_COUNTED = ("in_flight", "retrying", "ready", "dispatched", "skipped", "filtered", "attempts")
 
 
 def summary(laws: Laws) -> str:

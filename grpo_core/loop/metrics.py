@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from grpo_core.contracts.advantages import equal
 from grpo_core.contracts.events import LOOP, Span
 from grpo_core.contracts.records import Group, Prompt, Rollout
-from grpo_core.loop.buffer import BufferStatistics
+from grpo_core.loop.buffer import COUNTED, BufferStatistics
 from grpo_core.loop.rows import sampled_versions
 from grpo_core.loop.timeline import Activity
 
@@ -289,13 +289,7 @@ class Meter:
             "tokens_per_second/generation": self._tokens / busy if busy else 0.0,
             "tokens_per_second/training": trained.get("tokens/trained", 0.0) / training if training else 0.0,
             "overlap": min(max(busy + training - elapsed, 0.0) / elapsed, 1.0),
-            "buffer/in_flight": float(buffer.in_flight),
-            "buffer/retrying": float(buffer.retrying),
-            "buffer/ready": float(buffer.ready),
-            "buffer/dispatched": float(buffer.dispatched),
-            "buffer/skipped": float(buffer.skipped),
-            "buffer/filtered": float(buffer.filtered),
-            "buffer/attempts": float(buffer.attempts),
+            **{f"buffer/{name}": float(getattr(buffer, name)) for name in COUNTED},
             **{f"errors/{task}": float(count) for task, count in sorted(self._errors.items())},
         }
         self._last, self._tokens = now, 0

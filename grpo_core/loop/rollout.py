@@ -71,9 +71,14 @@ async def play(
     """
     states, players = [], []
     tasks: dict[str, list[RolloutState]] = defaultdict(list)
+    context = min(renderer.context, getattr(engine, "positions", 0) or renderer.context)
+    limits = {
+        task: sampling.limits(environments[task], context)
+        for task in {request.prompt.environment for request in requests}
+    }
     for request in requests:
         task = request.prompt.environment
-        states.append(RolloutState(request, environments[task], sampling))
+        states.append(RolloutState(request, environments[task], sampling, limits[task]))
         tasks[task].append(states[-1])
     timer = deadline if isinstance(deadline, Limit) else Limit(deadline)
     for task, some in tasks.items():
@@ -109,7 +114,7 @@ class _Turns:
         self._lane = f"environment {states[0].request.prompt.environment}"
         self._environment, self._renderer = environment, renderer
         self._lockstep = lockstep
-        self._one_turn = states[0].max_turns == 1 and environment.player is None
+        self._one_turn = states[0].limits.max_turns == 1 and environment.player is None
         self._unclosed = {state.session for state in states}
 
     async def play(self) -> None:
@@ -173,14 +178,15 @@ class _Turns:
     async def _begin(self, opened: Sequence[SessionStart]) -> None:
         """Render the prompts; a shared one is rendered once."""
         renderer = self._renderer
-        starts: dict[tuple[int, str], tuple[Prompt, SessionStart]] = {}
-        keys = []
-        for state, begun in zip(self._states, opened, strict=True):
-            if self._environment.about.max_turns > 1:
+        prompts = [state.request.prompt for state in self._states]
+        keys = [
+            (id(prompt), repr(begun.tools) if begun.tools else "")
+            for prompt, begun in zip(prompts, opened, strict=True)
+        ]
+        starts = dict(zip(keys, zip(prompts, opened, strict=True), strict=True))
+        if self._environment.about.max_turns > 1:
+            for _, begun in starts.values():
                 renderer.check_turns(tools=bool(begun.tools))
-            prompt = state.request.prompt
-            keys.append((id(prompt), repr(begun.tools) if begun.tools else ""))
-            starts[keys[-1]] = prompt, begun
 
         def ids_of(prompt: Prompt, begun: SessionStart) -> Ids:
             return as_ids(renderer.prompt_ids(prompt.messages, begun.tools))
@@ -188,13 +194,12 @@ class _Turns:
         def render() -> dict[tuple[int, str], Ids | ControlInText]:
             return {key: _or_refusal(ids_of, *start) for key, start in starts.items()}
 
-        context = self._context
         rendered = await renderer.run(render, sum(_size(prompt.messages) for prompt, _ in starts.values()))
         for state, begun, key in zip(self._states, opened, keys, strict=True):
             if isinstance(ids := rendered[key], ControlInText):
                 self._refuse(state, ids)
             else:
-                state.begin(begun, ids, context)
+                state.begin(begun, ids)
 
     def _refuse(self, state: RolloutState, error: ControlInText) -> None:
         """Fail a rollout with a text that spells a control token."""
@@ -203,12 +208,6 @@ class _Turns:
             "control_in_text", f"rollouts of task {prompt.environment!r}", f"prompt {prompt.id!r}: {error}"
         )
         state.give_up(str(error))
-
-    @property
-    def _context(self) -> int:
-        """Largest number of tokens of a rollout: an engine may have less room than the model."""
-        context = self._renderer.context
-        return min(context, getattr(self._engine, "positions", 0) or context)
 
     async def _generate(self, states: Sequence[RolloutState]) -> None:
         """Add one completion to each; a request that fails ends its own rollout, or its compared group."""
@@ -226,7 +225,7 @@ class _Turns:
         def read() -> list[Message]:
             replies = renderer.texts(
                 [completion.token_ids.tolist() for completion in completions],
-                [request.prompt_ids.tolist() for request in requests],
+                [request.prompt_ids.data for request in requests],  # long: only their ends are read
             )
             return [
                 renderer.message(
@@ -289,7 +288,7 @@ class _Played(_Turns):
 
     async def _begin(self, opened: Sequence[SessionStart]) -> None:
         for state, begun in zip(self._states, opened, strict=True):
-            state.begin_played(begun, self._context)
+            state.begin(begun, None)
 
     async def _reply(self, live: Sequence[RolloutState], part: Sequence[RolloutState]) -> None:
         await _together([self._play_one(state) for state in live])
@@ -320,7 +319,7 @@ class _Played(_Turns):
             # a service that it needs is unavailable: it is played from the start when the service answers
             await self._environment.close([state.session])
             (opened,) = await self._environment.open({state.session: state.request.prompt})
-            state.begin_played(opened, self._context)
+            state.begin(opened, None)
             if state.done:
                 return
         state.take_recording(recording)
@@ -350,7 +349,7 @@ def _together(coroutines: Sequence[Coroutine[Any, Any, None]]) -> Awaitable[Any]
 def _waited_for(state: RolloutState) -> str:
     if state.awaiting_reward:
         return "; it waited for its environment"
-    if state.environment.player is not None or not state.context:
+    if not len(state.prompt_ids):  # it is not open, or a player plays it
         return ""
     return f"; it waited for the engine in turn {state.turns + 1}, or in its queue, which counts as well"
 

@@ -69,6 +69,21 @@ class SamplingParams:
     truncated: Literal["train", "mask", "unscored"] = "train"
     """Whether a rollout that a token limit cut off is trained; if "unscored", it has no reward either."""
 
+    def limits(self, environment: EnvironmentClient, context: int) -> Limits:
+        """Return the limits of a task's rollouts; the environment's number of turns is another one.
+
+        Args:
+            context: number of positions of the model or the engine.
+        """
+        most = environment.about.max_turns
+        return Limits(
+            max_tokens=self.max_tokens,
+            max_turns=min(most, self.max_turns or most),
+            context=context,
+            max_total_tokens=self.max_total_tokens,
+            max_tool_calls=self.max_tool_calls,
+        )
+
 
 @frozen(kw_only=True)
 class RolloutRequest:
@@ -100,6 +115,8 @@ class RolloutState:
     request: RolloutRequest
     environment: EnvironmentClient
     sampling: SamplingParams
+    limits: Limits
+    """Limits at which it ends although its environment continues."""
     session: str = field(init=False, factory=lambda: str(next(_SESSIONS)))
     tools: tuple[Mapping[str, Any], ...] = ()
     segments: tuple[Segment, ...] = field(init=False, default=())
@@ -111,19 +128,15 @@ class RolloutState:
     n_tokens: int = field(init=False, default=0)
     """Number of tokens of these parts."""
     messages: tuple[Message, ...] = field(init=False)
-    context: int = 0
     reward: float | None = None
     metrics: dict[str, list[float]] = field(factory=dict)
     """Values that the turns gave, by name."""
     left_out: dict[str, str] = field(factory=dict)
     answer: str | None = None
     hint: str | None = field(init=False)
-    turns: int = 0
     turn_rewards: tuple[float, ...] = ()
     turn_tokens: tuple[int, ...] = ()
     turn_states: tuple[str, ...] = ()
-    n_sampled: int = 0
-    """Number of tokens of all completions."""
     tool_calls: int = 0
     train: bool = True
     finish_reason: EndReason = "stop"
@@ -139,19 +152,16 @@ class RolloutState:
         if (temperature := self.request.temperature) is not None:
             self.sampling = evolve(self.sampling, temperature=temperature, top_p=1.0, top_k=0, min_p=0.0)
 
-    def begin(self, opened: SessionStart, prompt_ids: Ids, context: int) -> None:
-        self.tools, self.prompt_ids, self.context = opened.tools, prompt_ids, context
+    def begin(self, opened: SessionStart, prompt_ids: Ids | None) -> None:
+        """Begin the rollout; a player renders its prompt by itself."""
+        self.tools = opened.tools
+        if prompt_ids is not None:
+            self.prompt_ids = prompt_ids
         if opened.error is not None:
             self.give_up(opened.error, fault=opened.fault)
-        elif problem := self._misfit():
+        elif prompt_ids is not None and (problem := self._misfit()):
             prompt = self.request.prompt
             self.give_up(f"prompt {prompt.id!r} of task {prompt.environment!r} {problem}", lost=True)
-
-    def begin_played(self, opened: SessionStart, context: int) -> None:
-        """Begin a rollout for a player."""
-        self.tools, self.context = opened.tools, context
-        if opened.error is not None:
-            self.give_up(opened.error, fault=opened.fault)
 
     def play(self, engine: Engine, renderer: Renderer) -> Play:
         """Return the input of a player."""
@@ -183,7 +193,6 @@ class RolloutState:
         self.prompt_ids, self.parts, self.n_tokens = last.prompt_ids, [last.tokens], len(last.tokens)
         self.messages = recording.messages or self.messages
         self.turn_tokens, self.tool_calls = recording.turn_tokens, recording.tool_calls
-        self.turns, self.n_sampled = len(self.turn_tokens), sum(self.turn_tokens)
         self.turn_rewards, self.turn_states = (0.0,) * self.turns, ("",) * self.turns
         self.finish_reason = recording.finish_reason
         failed = None if feedback is None else feedback.error
@@ -203,21 +212,21 @@ class RolloutState:
 
     def _misfit(self) -> str:
         """Return why no engine can complete this prompt, or ""."""
-        tokens, sampling = len(self.prompt_ids), self.sampling
+        tokens, limits = len(self.prompt_ids), self.limits
         if not tokens:
             return "has no tokens; a model needs one to begin with"
-        if sampling.max_total_tokens > self.context and self.room <= 0:
-            return f"has {tokens} tokens, and the model or the engine has {self.context} positions"
-        if sampling.max_total_tokens and self.room <= 0:
+        if limits.max_total_tokens > limits.context and self.room <= 0:
+            return f"has {tokens} tokens, and the model or the engine has {limits.context} positions"
+        if limits.max_total_tokens and self.room <= 0:
             return (
                 f"has {tokens} tokens, as many as a whole rollout may have (rollout.max_total_tokens is "
-                f"{sampling.max_total_tokens}) or more"
+                f"{limits.max_total_tokens}) or more"
             )
         wanted = self._wanted()
-        if tokens + wanted > self.context:
+        if tokens + wanted > limits.context:
             return (
                 f"has {tokens} tokens; with {wanted} tokens of a completion (max_tokens) they exceed the "
-                f"{self.context} positions of the model or the engine"
+                f"{limits.context} positions of the model or the engine"
             )
         return ""
 
@@ -225,30 +234,18 @@ class RolloutState:
         """Return the largest number of tokens of the next completion."""
         # A first completion beyond the model's positions is a mistake in the configuration or a prompt that
         # does not fit, which is reported; only what the turns before have taken is subtracted.
-        capped = self.turns > 0 or self.sampling.max_total_tokens
-        return min(self.sampling.max_tokens, self.room) if capped else self.sampling.max_tokens
+        capped = self.turns > 0 or self.limits.max_total_tokens
+        return min(self.limits.max_tokens, self.room) if capped else self.limits.max_tokens
 
     @property
-    def max_turns(self) -> int:
-        """Largest number of completions: the lower limit of its environment and of the sampling."""
-        most = self.environment.about.max_turns
-        return min(most, self.sampling.max_turns or most)
+    def turns(self) -> int:
+        """Number of completions."""
+        return len(self.turn_tokens)
 
     @property
     def room(self) -> int:
         """Number of tokens that may still be added to the current segment."""
         return self.limits.room(len(self.prompt_ids) + self.n_tokens)
-
-    @property
-    def limits(self) -> Limits:
-        """Limits at which it ends although its environment continues."""
-        return Limits(
-            max_tokens=self.sampling.max_tokens,
-            max_turns=self.max_turns,
-            context=self.context,
-            max_total_tokens=self.sampling.max_total_tokens,
-            max_tool_calls=self.sampling.max_tool_calls,
-        )
 
     @property
     def calls_tools(self) -> bool:
@@ -277,16 +274,14 @@ class RolloutState:
             message = {**message, "tool_calls": numbered(calls, self.tool_calls)}
             self.tool_calls += len(calls)
         self.messages = (*self.messages, message)
-        self.turns += 1
         self.turn_rewards += (0.0,)
         self.turn_tokens += (sampled,)
         self.turn_states += ("",)
-        self.n_sampled += sampled
         self.awaiting_reward = True
         self.finish_reason = completion.finish_reason
         if self.finish_reason == "length" and self.room <= 0:
             self.finish_reason = "tokens"
-        elif self.calls_tools:  # after a last turn nobody would read the answers of tools: none is run
+        elif calls and self.finish_reason == "stop":  # after a last turn nobody reads answers: no tool runs
             self.finish_reason = self._limit() or "stop"
         if self._left_out:  # nobody would read its reward, and no failure of its environment plays it again
             self.awaiting_reward, self.done = False, True
@@ -299,7 +294,7 @@ class RolloutState:
             session=self.session,
             group=self.request.group,
             finish_reason=self.finish_reason,
-            completion_tokens=self.n_sampled,
+            completion_tokens=sum(self.turn_tokens),
         )
 
     def apply_feedback(self, feedback: Judgement) -> bool:
@@ -313,8 +308,8 @@ class RolloutState:
             return False
         self.awaiting_reward = False
         self.turn_rewards = (*self.turn_rewards[:-1], feedback.reward or 0.0)
-        self.reward = fsum(self.turn_rewards)
         self.turn_states = (*self.turn_states[:-1], feedback.state)
+        self.reward = fsum(self.turn_rewards)
         for name, value in feedback.metrics.items():
             self.metrics.setdefault(name, []).append(value)
             if self.environment.about.combine.get(name) == "last":
