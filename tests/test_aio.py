@@ -24,7 +24,7 @@ def test_an_answer_can_be_what_another_task_waits_for():
 
     async def story():
         waiting = [
-            asyncio.create_task(changes.until(lambda: "seen" if "turned" in state else None)),
+            asyncio.create_task(changes.until(lambda: "turned" in state and "seen")),
             asyncio.create_task(changes.until(turn)),
         ]
         await asyncio.sleep(1)

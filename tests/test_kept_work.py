@@ -95,7 +95,7 @@ def budget_of_errors(run_):
 
 def tracker_fails(run_):
     async def died():
-        await run_.pipeline._changes.until(lambda: True if run_.trainer.version >= AT else None)
+        await run_.pipeline._changes.until(lambda: run_.trainer.version >= AT)
         raise TrackingError("tracker 'files' failed")
 
     run_.pipeline.checks.watch = [died]
@@ -253,7 +253,7 @@ def after_the_begin_of_a_step(run_, failed):
     """Return a watcher that fails while a step runs, and says so in ``failed``."""
 
     async def died():
-        await run_.pipeline._changes.until(lambda: True if len(run_.of(GroupsReady)) > AT else None)
+        await run_.pipeline._changes.until(lambda: len(run_.of(GroupsReady)) > AT)
         await asyncio.sleep(0.5)
         failed.append(True)
         raise TrackingError("tracker 'files' failed")
@@ -404,7 +404,7 @@ def test_a_trainer_that_has_died_saves_nothing():
         raise TrainerError("trainer died (killed by SIGKILL)")
 
     async def died():
-        await run_.pipeline._changes.until(lambda: True if run_.trainer.version >= AT else None)
+        await run_.pipeline._changes.until(lambda: run_.trainer.version >= AT)
         run_.trainer.step = run_.pipeline.save = gone
         await gone()
 

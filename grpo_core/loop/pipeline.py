@@ -13,7 +13,7 @@
               does        writes the checkpoint
               unblocks    train (its next cut)
 
-All waiting goes through ``_when``, and every change of state is followed by ``_changes.notify()``.  The
+All waiting is ``_changes.until``, and every change of state is followed by ``_changes.notify()``.  The
 buffer decides, the pipeline waits.  An error anywhere ends the run; nothing is caught and only logged.
 
 An error in one part must not lose what the trainer has learnt.  The training and the writing of a checkpoint
@@ -393,7 +393,7 @@ class Pipeline:
         while limit is not None and (left := limit.left(now())) > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left):  # less is left after something has taken longer than before
-                    await self._changes.until(lambda: True if limit.left(now()) <= 0 else None)
+                    await self._changes.until(lambda: limit.left(now()) <= 0)
         if limit is not None:
             self.stop("out of time")
 
@@ -412,7 +412,7 @@ class Pipeline:
     async def _collect(self) -> None:
         async with asyncio.TaskGroup() as groups:
             while True:
-                for slot in await self._when(self._reserve, "free slots", patience=None):
+                for slot in await self._changes.until(self._reserve):
                     groups.create_task(self._play_group(slot), name=f"group {slot.id}")
 
     def _reserve(self) -> list[Slot[Prompt]] | None:
@@ -498,9 +498,7 @@ class Pipeline:
             return
         newest = sampled_versions(rollouts).max(initial=0)
         if self.buffer.version < newest <= self._trained:  # a version that was never published is an error
-            await self._when(
-                lambda: True if newest <= self.buffer.version else None, "the canary", patience=None
-            )
+            await self._changes.until(lambda: newest <= self.buffer.version)
 
     def _fail(self, slot: Slot[Prompt], prompt: Prompt, kept: Sequence[Rollout], first: Rollout) -> None:
         """Offer the prompt again, or skip it; ``first`` is the first of its unscored rollouts."""
@@ -547,19 +545,19 @@ class Pipeline:
         while self._trained < self.buffer.num_steps:
             started = self._meter.now()
             stage("wait for groups")
-            groups = await self._when(self._take, "ready groups", patience=self.schedule.stall)
-            if not groups:
+            ready = await self._in_time(lambda: self._stopping or self._take(), "ready groups")
+            if isinstance(ready, str):  # why the run ends here
                 break
-            await self._train_step(groups, started)
+            await self._train_step(ready, started)
         await self._synced()
         await self._save(self._trained)
         stage("wait for the checkpoint")
         await self._saved()
 
     def _take(self) -> list[Group] | None:
-        """Return the next groups with their advantages, ``[]`` at an end, None if they are not ready."""
-        groups = [] if self._stopping else self.buffer.take()
-        if groups:
+        """Return the next groups with their advantages, or None if they are not ready."""
+        groups = self.buffer.take()
+        if groups is not None:
             step = self.buffer.step - 1
             check_staleness(groups, step=step, max_staleness=self.buffer.max_staleness)
             groups = self.learning.with_advantages(groups)
@@ -688,11 +686,7 @@ class Pipeline:
     async def _synced(self) -> None:
         """Wait until the engine has the published weights, unless the run leaves without it."""
         stage("wait for the weight sync")
-        await self._when(
-            lambda: True if self._published is None or self._leaving else None,
-            "the weight sync",
-            patience=None,
-        )
+        await self._changes.until(lambda: self._published is None or self._leaving)
 
     def _save_is_due(self) -> bool:
         last = self._stopping or self._trained >= self.buffer.num_steps  # saved when the loop has ended
@@ -730,7 +724,7 @@ class Pipeline:
     async def _write(self) -> None:
         """Raise the error of a checkpoint that cannot be written while training continues."""
         while True:
-            writing = await self._when(lambda: self._writing, "a cut", patience=None)
+            writing = await self._changes.until(lambda: self._writing)
             await asyncio.shield(writing)
             if self._writing is writing:  # no other cut was taken at once
                 self._writing = None
@@ -807,7 +801,7 @@ class Pipeline:
 
     async def _sync(self) -> None:
         while True:
-            weights = await self._when(lambda: self._published, "published weights", patience=None)
+            weights = await self._changes.until(lambda: self._published)
             if not self.schedule.in_flight_updates:
                 self._paused = True
                 with during("sync", "wait for rollouts to end"):
@@ -886,26 +880,21 @@ class Pipeline:
             self._changes.notify()
 
     async def _no_group_runs(self) -> None:
-        await self._when(
-            lambda: True if self.buffer.in_flight == 0 else None,
-            "running rollouts to end",
-            patience=self.schedule.stall,
-        )
+        await self._in_time(lambda: self.buffer.in_flight == 0, "running rollouts to end")
 
     # ------------------------------------------------------------------------------ waiting
 
-    async def _when(self, question: Callable[[], T | None], what: str, *, patience: float | None) -> T:
-        """Wait until ``question()`` returns something other than None.
+    async def _in_time(self, question: Callable[[], T | None], what: str) -> T:
+        """Wait for an answer; other waits depend only on calls that have their own deadlines.
 
-        Waits without ``patience`` depend only on calls that have their own deadlines.
-        Raises DeadlineExceeded after ``patience`` seconds.
+        Raises DeadlineExceeded after ``Schedule.stall`` seconds.
         """
 
         def late() -> DeadlineExceeded:
             return DeadlineExceeded(
-                f"pipeline: waited {patience:g} s for {what} at step {self._trained}; "
+                f"pipeline: waited {self.schedule.stall:g} s for {what} at step {self._trained}; "
                 f"the buffer: {self.buffer.statistics()}"
             )
 
-        async with time_limit(patience, late):
+        async with time_limit(self.schedule.stall, late):
             return await self._changes.until(question)

@@ -73,7 +73,7 @@ def _scored(rollout: Rollout, score: float | Advantages | None, *, all_rows: boo
     elif score is not None:
         its = {"advantage": float(score.mean()), "token_advantages": score, "trained": True}
     scored = object.__new__(type(rollout))
-    vars(scored).update(vars(rollout), **its)
+    object.__setattr__(scored, "__dict__", vars(rollout) | its)
     return scored
 
 

@@ -233,7 +233,7 @@ class Changes:
             asyncio.get_running_loop().call_soon(self._ask_all)
 
     async def until(self, question: Callable[[], T | None]) -> T:
-        """Wait until ``question()`` returns something other than None, and return it.
+        """Wait until ``question()`` returns something true, and return it.
 
         Raises whatever ``question`` raises.
         """
@@ -252,7 +252,7 @@ class Changes:
             question, answer = self._waiters[place]
             if not answer.done():
                 try:
-                    if (found := question()) is not None:
+                    if found := question():
                         answer.set_result(found)
                 except BaseException as error:
                     answer.set_exception(error)
