@@ -342,9 +342,7 @@ async def _connected(run: TrainingRun, tasks: Tasks) -> Pipeline:
     playing = making.playing(config.rollout, environments, renderer, seed=config.seed)
     validation = making.validation(setup, playing, held_out, own or engine, emit=run.emit, last=chosen.steps)
     if resume is not None:
-        saved = resume.directory
-        notes = checkpoint.restore(saved, buffer, loaders, stream)
-        for note in (*notes, *checkpoint.restore_validation(saved, validation)):
+        for note in checkpoint.restore(resume.directory, buffer, loaders, stream, validation):
             status(f"resuming: {note}")
         validation.validated = run.validated
         with wrong_input():  # a dataloader that does not give its rows again is an error now

@@ -499,19 +499,14 @@ def loader_states(loaders: Mapping[str, LookAhead], buffer: Mapping[str, Any]) -
     return {task: loader.state_dict(unfinished[task]) for task, loader in loaders.items()}
 
 
-def restore_validation(directory: Path, validation: Stateful) -> list[str]:
-    """Restore the validation's measurements; return messages about what changed since."""
-    with reading(directory):
-        return validation.load_state_dict(read_pipeline(directory).validation)
-
-
 def restore(
     directory: Path,
     buffer: Buffer[Prompt, Group],
     loaders: Mapping[str, LookAhead],
     stream: PromptStream,
+    validation: Stateful | None = None,
 ) -> list[str]:
-    """Continue from a checkpoint; return messages about tasks and samplers that were added or removed.
+    """Continue from a checkpoint; return messages about tasks, samplers and strategies that have changed.
 
     A new task starts at the beginning of its stream, and a new sampler without a state.  A task may be
     removed unless prompts of it are unfinished.  Raises CheckpointError in that case, if a task's prompts
@@ -530,6 +525,8 @@ def restore(
             messages.append(f"sampler {stream.name!r} is new since the checkpoint, which is of {drew!r}")
         segments = read_segments(directory / _ARRAYS, state.buffer)
         load_buffer(buffer, state.buffer, segments, lambda task, *slot: loaders[task].prompt(*slot))
+        if validation is not None:
+            messages += validation.load_state_dict(state.validation)
     return messages
 
 

@@ -30,7 +30,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from attrs import define, evolve, field, frozen
 
@@ -68,6 +68,7 @@ from grpo_core.contracts.records import (
     StepResult,
     Weights,
 )
+from grpo_core.data.samplers import PromptStream
 from grpo_core.loop import canary, health
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.loop.buffer import Buffer
@@ -142,31 +143,6 @@ class Schedule:
     """Whether steps and groups wait while validation runs; it starts when the current ones have ended."""
 
 
-class Prompts(Protocol):
-    """The prompts of a run, and the curriculum that learns from their groups; see ``PromptStream``."""
-
-    passed_over: list[events.PromptsPassedOver]
-    """Events about the prompts that ``draw`` looked at; they are emitted before the dispatch, and removed."""
-
-    def ready(self, n: int, changed: Callable[[], None]) -> bool:
-        """Return whether ``n`` prompts can be drawn at once.
-
-        If not, call ``changed`` when it is worth trying again.
-        """
-
-    def draw(self, request: SampleRequest) -> list[Prompt]:
-        """Draw exactly the expected number of prompts."""
-
-    def observe(self, groups: Sequence[Group]) -> None:
-        """Receive the trained groups of each step and the filtered ones; a curriculum learns from them."""
-
-    def untrained(self, prompt: Prompt, target_version: int) -> None:
-        """Receive a filtered or skipped prompt and its slot's target version.
-
-        Another one is drawn instead.
-        """
-
-
 @define(kw_only=True, eq=False)
 class Playing:
     """How the groups of a run are played."""
@@ -232,7 +208,7 @@ class Pipeline:
     """Runs the four tasks of the module's docstring.  ``run`` may be called once."""
 
     buffer: Buffer[Prompt, Group]
-    prompts: Prompts
+    prompts: PromptStream
     engine: Engine
     playing: Playing
     plane: DataPlane = field(factory=lambda: MemoryPlane(None))

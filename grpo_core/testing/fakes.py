@@ -11,12 +11,12 @@ import copy
 import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from grpo_core.contracts.errors import EngineError
-from grpo_core.contracts.events import Event, GroupsReady, PromptsPassedOver, Validated, ValidationPlayed
+from grpo_core.contracts.events import Event, GroupsReady, Validated, ValidationPlayed
 from grpo_core.contracts.playing import EnvironmentClient, Player
-from grpo_core.contracts.protocols import Description, Engine, Trainer, ValidationStrategy
+from grpo_core.contracts.protocols import Description, Engine, Sampler, Trainer, ValidationStrategy
 from grpo_core.contracts.records import (
     AgentClient,
     Batch,
@@ -35,6 +35,7 @@ from grpo_core.contracts.records import (
     Weights,
 )
 from grpo_core.data.loaders import IndexedLoader
+from grpo_core.data.samplers import PromptStream
 from grpo_core.loop import canary
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.loop.buffer import Buffer
@@ -78,7 +79,7 @@ class MemoryLoader(IndexedLoader):
         return other
 
 
-class FakePrompts:
+class FakePrompts(PromptStream):
     """The prompts of a pipeline, which a function draws.
 
     Args:
@@ -86,17 +87,11 @@ class FakePrompts:
     """
 
     def __init__(self, draw: Callable[[SampleRequest], list[Prompt]]) -> None:
-        self.draw = draw
-        self.passed_over: list[PromptsPassedOver] = []
+        super().__init__(sampler=cast(Sampler, object()), loaders={}, name="")
+        self._draw = draw
 
-    def ready(self, n: int, changed: Callable[[], None]) -> bool:
-        return True
-
-    def observe(self, groups: Sequence[Group]) -> None:
-        return None
-
-    def untrained(self, prompt: Prompt, target_version: int) -> None:
-        return None
+    def draw(self, request: SampleRequest) -> list[Prompt]:
+        return self._draw(request)
 
 
 class FakeRenderer:
