@@ -26,7 +26,7 @@ from grpo_core.loop.hints import Hints
 from grpo_core.loop.metrics import (
     AT_TIMES,
     TIMES,
-    feedback_means,
+    feedback_values,
     headline,
     names_of_tasks,
     task_metrics,
@@ -281,9 +281,9 @@ def test_staleness_counts_sampled_tokens_only():
 
 
 def test_what_an_environment_reports_becomes_a_metric_without_a_slash():
-    assert feedback_means([rollout(exact=1.0), rollout(exact=0.0, **{"format/tags": 0.5})]) == {
-        "feedback_exact": 0.5,
-        "feedback_format%2Ftags": 0.5,
+    assert feedback_values([rollout(exact=1.0), rollout(exact=0.0, **{"format/tags": 0.5})]) == {
+        "feedback_exact": [1.0, 0.0],
+        "feedback_format%2Ftags": [0.5],
     }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from math import ceil
 from statistics import fmean, pstdev
@@ -93,23 +93,16 @@ def accuracy_finished(rollouts: Iterable[Rollout]) -> dict[str, float]:
 _CODED = str.maketrans({"%": "%25", "/": "%2F"})
 
 
-def feedback_means(
-    rollouts: Sequence[Rollout], of: Callable[[list[float]], float] = fmean, before: str = ""
-) -> dict[str, float]:
-    """Return the means of the environment's ``Feedback.metrics``, by ``feedback_PART``.
+def feedback_values(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
+    """Return the values of the environment's ``Feedback.metrics``, by ``feedback_PART``.
 
     A slash in a part is written as ``%2F``, and a percent sign as ``%25``, so that no two parts share a name.
-
-    Args:
-        rollouts: whose environment reports it.
-        of: another statistic than the mean.
-        before: prefix of the names, for that statistic.
     """
     parts: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         for part, value in rollout.metrics.items():
-            parts[f"feedback_{part.translate(_CODED)}"].append(float(value))
-    return {f"{before}{name}": of(values) for name, values in sorted(parts.items())}
+            parts[part].append(float(value))
+    return {f"feedback_{part.translate(_CODED)}": values for part, values in sorted(parts.items())}
 
 
 MOST_LEFT_OUT = 10
@@ -194,6 +187,7 @@ def task_metrics(groups: Sequence[Group], *, step: int) -> dict[str, float]:
         rollouts = [rollout for group in members for rollout in group.rollouts]
         rewards = [r.reward for r in rollouts if r.reward is not None]
         lengths = sorted(rollout.n_sampled for rollout in rollouts)
+        feedback = feedback_values(rollouts)
         staleness.append(step - sampled_versions(rollouts))
         metrics |= {
             **({f"reward/{task}": fmean(rewards)} if rewards else {}),
@@ -214,8 +208,8 @@ def task_metrics(groups: Sequence[Group], *, step: int) -> dict[str, float]:
                 for name, value in (
                     accuracy(rollouts)
                     | accuracy_finished(rollouts)
-                    | feedback_means(rollouts)
-                    | feedback_means(rollouts, pstdev, "std_")
+                    | {name: fmean(values) for name, values in feedback.items()}
+                    | {f"std_{name}": pstdev(values) for name, values in feedback.items()}
                 ).items()
             },
         }

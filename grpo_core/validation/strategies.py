@@ -18,7 +18,7 @@ from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.playing import derive_seed
 from grpo_core.contracts.protocols import ValidationContext
 from grpo_core.contracts.records import Rollout
-from grpo_core.loop.metrics import accuracy, accuracy_finished, completion_tokens, feedback_means, truncated
+from grpo_core.loop.metrics import accuracy, accuracy_finished, completion_tokens, feedback_values, truncated
 from grpo_core.processes.aio import gather
 from grpo_core.validation.estimates import MANY, mean_with_interval
 from grpo_core.validation.results import SHARES
@@ -124,7 +124,8 @@ class ScoringStrategy:
                 )
         if not errors and any(rollout.success and rollout.truncated for rollout in scored):
             summary |= accuracy_finished(scored)
-        summary |= feedback_means(scored) if few else {}
+        if few:
+            summary |= {name: fmean(values) for name, values in feedback_values(scored).items()}
         if ended := [rollout for rollout in rollouts if not rollout.lost]:
             summary |= {"completion_tokens": completion_tokens(ended), "truncated": truncated(ended)}
         return summary | {"prompts": float(len(counted)), "errors": float(errors)}
