@@ -44,6 +44,8 @@ from grpo_core.text.response_formats import numbered
 
 _SESSIONS = itertools.count()
 """Session names, each used once per process."""
+_NOTHING = Judgement(done=False)
+"""Feedback of a turn that nobody has judged."""
 
 
 @frozen(kw_only=True)
@@ -128,17 +130,10 @@ class RolloutState:
     n_tokens: int = field(init=False, default=0)
     """Number of tokens of these parts."""
     messages: tuple[Message, ...] = field(init=False)
-    reward: float | None = None
-    metrics: dict[str, list[float]] = field(factory=dict)
-    """Values that the turns gave, by name."""
-    left_out: dict[str, str] = field(factory=dict)
-    answer: str | None = None
-    hint: str | None = field(init=False)
-    turn_rewards: tuple[float, ...] = ()
+    feedback: tuple[Judgement, ...] = ()
+    """Feedback of each turn; the last turn may have none."""
     turn_tokens: tuple[int, ...] = ()
-    turn_states: tuple[str, ...] = ()
     tool_calls: int = 0
-    train: bool = True
     finish_reason: EndReason = "stop"
     error: str | None = None
     fault: Fault | None = None
@@ -148,7 +143,7 @@ class RolloutState:
     done: bool = False
 
     def __attrs_post_init__(self) -> None:
-        self.messages, self.hint = self.request.prompt.messages, self.request.prompt.hint
+        self.messages = self.request.prompt.messages
         if (temperature := self.request.temperature) is not None:
             self.sampling = evolve(self.sampling, temperature=temperature, top_p=1.0, top_k=0, min_p=0.0)
 
@@ -193,7 +188,7 @@ class RolloutState:
         self.prompt_ids, self.parts, self.n_tokens = last.prompt_ids, [last.tokens], len(last.tokens)
         self.messages = recording.messages or self.messages
         self.turn_tokens, self.tool_calls = recording.turn_tokens, recording.tool_calls
-        self.turn_rewards, self.turn_states = (0.0,) * self.turns, ("",) * self.turns
+        self.feedback = (_NOTHING,) * (self.turns - 1)
         self.finish_reason = recording.finish_reason
         failed = None if feedback is None else feedback.error
         if recording.error is not None:
@@ -274,9 +269,7 @@ class RolloutState:
             message = {**message, "tool_calls": numbered(calls, self.tool_calls)}
             self.tool_calls += len(calls)
         self.messages = (*self.messages, message)
-        self.turn_rewards += (0.0,)
         self.turn_tokens += (sampled,)
-        self.turn_states += ("",)
         self.awaiting_reward = True
         self.finish_reason = completion.finish_reason
         if self.finish_reason == "length" and self.room <= 0:
@@ -307,17 +300,7 @@ class RolloutState:
             self.give_up(error, lost=feedback.lost, fault=fault)
             return False
         self.awaiting_reward = False
-        self.turn_rewards = (*self.turn_rewards[:-1], feedback.reward or 0.0)
-        self.turn_states = (*self.turn_states[:-1], feedback.state)
-        self.reward = fsum(self.turn_rewards)
-        for name, value in feedback.metrics.items():
-            self.metrics.setdefault(name, []).append(value)
-            if self.environment.about.combine.get(name) == "last":
-                self.left_out.pop(name, None)
-        self.left_out |= feedback.left_out
-        self.answer = self.answer if feedback.answer is None else feedback.answer
-        self.hint = self.hint if feedback.hint is None else feedback.hint
-        self.train = self.train and feedback.train
+        self.feedback += (feedback,)
         if not feedback.done and self.finish_reason == "stop":
             self.finish_reason = self._limit() or "stop"
             self.done = self.finish_reason != "stop"
@@ -326,15 +309,7 @@ class RolloutState:
         return not self.done
 
     def give_up(self, error: str, *, lost: bool = False, fault: Fault | None = None) -> None:
-        self.done, self.reward, self.error, self.lost, self.fault = True, None, error, lost, fault
-
-    @property
-    def success(self) -> bool | None:
-        """Whether its reward is a success; None if that is not known."""
-        threshold = self.environment.about.success
-        if threshold is None or self.reward is None:
-            return None
-        return reaches(self.reward, threshold, self.turn_rewards)
+        self.done, self.error, self.lost, self.fault = True, error, lost, fault
 
     @property
     def _cut_off(self) -> bool:
@@ -346,28 +321,45 @@ class RolloutState:
         return self._cut_off and self.sampling.truncated == "unscored"
 
     def rollout(self) -> Rollout:
-        if self._left_out:
-            self.reward = None
+        about = self.environment.about
+        feedback = (*self.feedback, _NOTHING)[: self.turns]
+        metrics: dict[str, list[float]] = {}
+        left_out: dict[str, str] = {}
+        answer: str | None = None
+        hint, train = self.request.prompt.hint, True
+        for each in feedback:
+            for name, value in each.metrics.items():
+                metrics.setdefault(name, []).append(value)
+                if about.combine.get(name) == "last":
+                    left_out.pop(name, None)
+            left_out |= each.left_out
+            answer = answer if each.answer is None else each.answer
+            hint = hint if each.hint is None else each.hint
+            train = train and each.train
+        rewards = [each.reward or 0.0 for each in feedback]
+        states = [each.state for each in feedback]
+        reward = None if self.error is not None or self._left_out else fsum(rewards)
+        least = about.success
         return Rollout(
             segments=(*self.segments, self._segment()),
             messages=self.messages,
-            reward=self.reward,
-            success=self.success,
+            reward=reward,
+            success=None if least is None or reward is None else reaches(reward, least, rewards),
             metrics={
-                name: combined(values, name, self.environment.about.combine)
-                for name, values in self.metrics.items()
-                if name not in self.left_out  # without one turn's value, a part would pass for the whole
+                name: combined(values, name, about.combine)
+                for name, values in metrics.items()
+                if name not in left_out  # without one turn's value, a part would pass for the whole
             },
-            left_out=self.left_out,
-            turn_rewards=self.turn_rewards,
+            left_out=left_out,
+            turn_rewards=rewards,
             turn_tokens=self.turn_tokens,
-            turn_states=self.turn_states if any(self.turn_states) else (),
-            answer=self.answer,
-            hint=self.hint,
+            turn_states=states if any(states) else (),
+            answer=answer,
+            hint=hint,
             tools=self.tools,
             turns=self.turns,
             tool_calls=self.tool_calls,
-            train=self.train and not (self._cut_off and self.sampling.truncated != "train"),
+            train=train and not (self._cut_off and self.sampling.truncated != "train"),
             seed=self.request.seed,
             finish_reason=self.finish_reason,
             error=self.error,
