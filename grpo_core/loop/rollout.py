@@ -34,7 +34,7 @@ from grpo_core.contracts.errors import (
 from grpo_core.contracts.incidents import IncidentKind, report
 from grpo_core.contracts.playing import EnvironmentClient, completed, derive_seed
 from grpo_core.contracts.protocols import Engine, Renderer
-from grpo_core.contracts.records import EndReason, Judgement, Message, Prompt, Rollout, SessionStart
+from grpo_core.contracts.records import EndReason, Judgement, Limits, Message, Prompt, Rollout, SessionStart
 from grpo_core.contracts.tokens import Ids, as_ids
 from grpo_core.loop.timeline import during
 from grpo_core.loop.turns import RolloutRequest, RolloutState, SamplingParams
@@ -72,12 +72,11 @@ async def play(
     states, players = [], []
     tasks: dict[str, list[RolloutState]] = defaultdict(list)
     context = min(renderer.context, getattr(engine, "positions", 0) or renderer.context)
-    limits = {
-        task: sampling.limits(environments[task], context)
-        for task in {request.prompt.environment for request in requests}
-    }
+    limits: dict[str, Limits] = {}
     for request in requests:
         task = request.prompt.environment
+        if task not in limits:
+            limits[task] = sampling.limits(environments[task], context)
         states.append(RolloutState(request, environments[task], sampling, limits[task]))
         tasks[task].append(states[-1])
     timer = deadline if isinstance(deadline, Limit) else Limit(deadline)
@@ -163,7 +162,7 @@ class _Turns:
 
     def _to_evaluate(self, part: Sequence[RolloutState]) -> list[RolloutState]:
         """Return the rollouts that await a reward; a compared group includes its ended rollouts."""
-        awaiting = [state for state in part if state.awaiting_reward and not state.done]
+        awaiting = [state for state in part if state.awaiting_reward]
         if not self._environment.about.needs_group:
             return awaiting
         groups = {state.request.group for state in awaiting}

@@ -138,8 +138,6 @@ class RolloutState:
     error: str | None = None
     fault: Fault | None = None
     lost: bool = False
-    awaiting_reward: bool = False
-    """Whether the environment has yet to answer the last completion."""
     done: bool = False
 
     def __attrs_post_init__(self) -> None:
@@ -200,9 +198,7 @@ class RolloutState:
             self.give_up(failed, lost=feedback.lost, fault=feedback.fault)
         elif not self.turns:
             self.give_up("its player sampled no completion")
-        elif feedback is None or failed is not None:
-            self.awaiting_reward = True
-        else:
+        elif feedback is not None and failed is None:
             self.apply_feedback(evolve(feedback, done=True))
 
     def _misfit(self) -> str:
@@ -243,6 +239,11 @@ class RolloutState:
         return self.limits.room(len(self.prompt_ids) + self.n_tokens)
 
     @property
+    def awaiting_reward(self) -> bool:
+        """Whether the environment has yet to answer the last completion."""
+        return not self.done and self.turns > len(self.feedback)
+
+    @property
     def calls_tools(self) -> bool:
         """Whether its last message waits for the answers of tools."""
         calls = self.awaiting_reward and self.finish_reason == "stop" and self.messages[-1].get("tool_calls")
@@ -270,14 +271,13 @@ class RolloutState:
             self.tool_calls += len(calls)
         self.messages = (*self.messages, message)
         self.turn_tokens += (sampled,)
-        self.awaiting_reward = True
         self.finish_reason = completion.finish_reason
         if self.finish_reason == "length" and self.room <= 0:
             self.finish_reason = "tokens"
         elif calls and self.finish_reason == "stop":  # after a last turn nobody reads answers: no tool runs
             self.finish_reason = self._limit() or "stop"
         if self._left_out:  # nobody would read its reward, and no failure of its environment plays it again
-            self.awaiting_reward, self.done = False, True
+            self.done = True
 
     def episode(self) -> Episode:
         return Episode(
@@ -299,7 +299,6 @@ class RolloutState:
             error = feedback.error or (fault.message if fault else "the environment returned no feedback")
             self.give_up(error, lost=feedback.lost, fault=fault)
             return False
-        self.awaiting_reward = False
         self.feedback += (feedback,)
         if not feedback.done and self.finish_reason == "stop":
             self.finish_reason = self._limit() or "stop"
@@ -312,13 +311,9 @@ class RolloutState:
         self.done, self.error, self.lost, self.fault = True, error, lost, fault
 
     @property
-    def _cut_off(self) -> bool:
-        return self.finish_reason in TRUNCATED
-
-    @property
     def _left_out(self) -> bool:
         """Whether it ends without a reward because a token limit cut it off."""
-        return self._cut_off and self.sampling.truncated == "unscored"
+        return self.sampling.truncated == "unscored" and self.finish_reason in TRUNCATED
 
     def rollout(self) -> Rollout:
         about = self.environment.about
@@ -359,7 +354,7 @@ class RolloutState:
             tools=self.tools,
             turns=self.turns,
             tool_calls=self.tool_calls,
-            train=train and not (self._cut_off and self.sampling.truncated != "train"),
+            train=train and (self.sampling.truncated == "train" or self.finish_reason not in TRUNCATED),
             seed=self.request.seed,
             finish_reason=self.finish_reason,
             error=self.error,
