@@ -24,7 +24,7 @@ def read(meter, *, waited=0.0, train=0.0):
 def test_time_counts_as_busy_once_however_many_generate():
     async def generate(meter, begin, seconds):
         await asyncio.sleep(begin)
-        with meter.generating():
+        with meter.generating:
             await asyncio.sleep(seconds)
 
     async def story():
@@ -52,7 +52,7 @@ def test_sides_overlap_while_both_work_and_a_failed_generation_counts(train, ove
     async def story():
         meter = Meter()
         meter.begin()
-        with contextlib.suppress(ValueError), meter.generating():
+        with contextlib.suppress(ValueError), meter.generating:
             await asyncio.sleep(1.0)
             raise ValueError("lost")
         await asyncio.sleep(3.0)
@@ -73,7 +73,7 @@ def test_sampled_tokens_and_errors_are_counted_from_one_step_to_the_next():
         meter.begin()
         for task, each in (("a", rollout(3)), ("a", rollout(4, "lost")), ("b", rollout(1, "lost"))):
             meter.count(task, each)
-        with meter.generating():
+        with meter.generating:
             await asyncio.sleep(2.0)
         await asyncio.sleep(8.0)  # the trainer computes, and the engine has nothing to do
         found = read(meter, train=8.0)

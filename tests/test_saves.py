@@ -21,8 +21,7 @@ def test_checkpoints_by_steps_are_due_whatever_the_time():
 
 
 def test_checkpoints_by_time_are_due_after_the_first_step_that_ends_then():
-    saves = Saves(every=100, seconds=600.0)
-    saves.begin(1000.0)
+    saves = Saves(every=100, seconds=600.0, begun=1000.0)
     assert not saves.due(1, 1599.0)
     assert saves.due(2, 1600.0)
     saves.saving(1601.0)
@@ -34,7 +33,6 @@ def test_checkpoints_by_time_are_due_after_the_first_step_that_ends_then():
 
 def test_a_checkpoint_by_steps_restarts_the_minutes():
     saves = Saves(every=4, seconds=600.0)
-    saves.begin(0.0)
     assert saves.due(4, 500.0)
     saves.saving(500.0)
     saves.saved(501.0)

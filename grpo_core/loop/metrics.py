@@ -246,7 +246,8 @@ class Meter:
     """Busy time and token counts between two steps, on the event loop's clock."""
 
     def __init__(self) -> None:
-        self._playing = Activity("", "")
+        self.generating = Activity("", "")
+        """Counts the time inside this context as busy."""
         self._tokens = 0
         self._errors: dict[str, int] = defaultdict(int)
         self._last = 0.0
@@ -254,10 +255,6 @@ class Meter:
     def begin(self) -> None:
         """Start measuring with the first step."""
         self._last = self.now()
-
-    def generating(self) -> Activity:
-        """Count the time inside this context as busy."""
-        return self._playing
 
     def count(self, task: str, rollout: Rollout) -> None:
         self._tokens += rollout.n_sampled
@@ -274,7 +271,7 @@ class Meter:
         which the trainer computes.
         """
         now = self.now()
-        elapsed, busy = max(now - self._last, 1e-9), sum(span.busy for span in self._playing.take(now))
+        elapsed, busy = max(now - self._last, 1e-9), sum(span.busy for span in self.generating.take(now))
         training = trained.get("time/train", 0.0)
         metrics = {
             "time/step": elapsed,

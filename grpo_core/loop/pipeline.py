@@ -263,7 +263,6 @@ class Pipeline:
     """Slots of the groups that were finished before the run was resumed."""
 
     def __attrs_post_init__(self) -> None:
-        self._saves = Saves(self.schedule.save_every, self.schedule.save_seconds)
         self.canaries = Canaries(list(self.checks.canary))
 
     # ------------------------------------------------------------------------------ public methods
@@ -299,7 +298,7 @@ class Pipeline:
                 stage("first validation")
                 await self._validate(self._trained)
             self._meter.begin()
-            self._saves.begin(self._meter.now())
+            self._saves = Saves(self.schedule.save_every, self.schedule.save_seconds, self._meter.now())
             background = [
                 tasks.create_task(self._collect(), name="collect"),
                 tasks.create_task(self._sync(), name="sync"),
@@ -426,7 +425,7 @@ class Pipeline:
             for i in range(self.playing.group_size - len(slot.partial_rollouts))
         ]
         async with self.playing.places.take(len(requests)):
-            with self._meter.generating():
+            with self._meter.generating:
                 rollouts = await play(
                     requests,
                     engine=self.engine,
@@ -521,8 +520,8 @@ class Pipeline:
         while self._trained < self.buffer.num_steps:
             started = self._meter.now()
             stage("wait for groups")
-            ready = await self._in_time(lambda: self._stopping or self._take(), "ready groups")
-            if isinstance(ready, str):  # why the run ends here
+            ready = await self._in_time(self._take, "ready groups")
+            if isinstance(ready, str):
                 break
             await self._train_step(ready, started)
         await self._synced()
@@ -530,8 +529,10 @@ class Pipeline:
         stage("wait for the checkpoint")
         await self._saved()
 
-    def _take(self) -> list[Group] | None:
-        """Return the next groups with their advantages, or None if they are not ready."""
+    def _take(self) -> list[Group] | str | None:
+        """Return the next groups with their advantages, None if they are not ready, or why the run ends."""
+        if self._stopping:
+            return self._stopping
         groups = self.buffer.take()
         if groups is not None:
             step = self.buffer.step - 1
