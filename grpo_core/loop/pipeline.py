@@ -520,7 +520,7 @@ class Pipeline:
         while self._trained < self.buffer.num_steps:
             started = self._meter.now()
             stage("wait for groups")
-            ready = await self._in_time(self._take, "ready groups")
+            ready: list[Group] | str = await self._in_time(self._take, "ready groups")
             if isinstance(ready, str):
                 break
             await self._train_step(ready, started)
