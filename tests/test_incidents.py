@@ -60,7 +60,8 @@ def test_trackers_receive_an_incident_as_an_event():
     heard = Heard()
 
     async def story():
-        trackers = Trackers({"heard": heard})
+        trackers = Trackers()
+        trackers.add({"heard": heard})
         with reported_to(trackers.report):
             report(
                 "batch_failed",

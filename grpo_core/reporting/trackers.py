@@ -56,13 +56,12 @@ Item = events.Event | Callable[[], None] | None
 
 
 class Trackers:
-    """The trackers of a run.  Make it inside the event loop; every method but ``emit`` belongs to that loop.
+    """The trackers of a run.
 
-    Args:
-        trackers: by name; others may be added.
+    Make it inside the event loop; every method but ``emit`` belongs to that loop.
     """
 
-    def __init__(self, trackers: Mapping[str, Tracker] = MappingProxyType({})) -> None:
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._failed = asyncio.Event()
         self._error: TrackingError | None = None
@@ -74,7 +73,6 @@ class Trackers:
         self._reason = ""
         self._end: Callable[[str], None] | None = None
         self._closing = False
-        self.add(trackers)
 
     def add(self, trackers: Mapping[str, Tracker], states: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Start trackers, by name, each with its state in the checkpoint of a resumed run, if it has one."""
