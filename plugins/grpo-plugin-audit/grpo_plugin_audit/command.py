@@ -18,7 +18,7 @@ from grpo_core import ConfigError, GrpoError, __version__
 from grpo_core.app import sourced
 from grpo_core.config import parse_settings
 from grpo_core.contracts.incidents import Incident
-from grpo_core.kit import PluginHost, aio, reported_to
+from grpo_core.kit import EnvironmentSpec, PluginHost, aio, reported_to
 from grpo_core.plugins.options import Settings, Words
 from grpo_core.processes.secrets import inert
 from grpo_plugin_audit.audit import STARTUP, Audit, Extent
@@ -134,10 +134,7 @@ async def findings(
     incidents: list[Incident] = []
     make = partial(
         sourced.SourcedProcess,
-        "audit",
-        name,
-        options,
-        config=config,
+        EnvironmentSpec(task="audit", env=name, options=options, config=config),
         plugins=host.selection,
         data=sections.task,
     )

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from grpo_core import ConfigError, GrpoError
 from grpo_core.app import sourced
 from grpo_core.contracts.incidents import Incident
-from grpo_core.kit import PluginSelection, reported_to
+from grpo_core.kit import EnvironmentSpec, PluginSelection, reported_to
 from grpo_core.testing import HostedEnvironment, finished
 from grpo_plugin_devkit.conformance import Conformance
 from grpo_plugin_devkit.contracts import Finding
@@ -109,10 +109,7 @@ def findings_by_name(
     config = sections.environment
     make = functools.partial(
         sourced.SourcedProcess,
-        "check",
-        name,
-        own,
-        config=config,
+        EnvironmentSpec(task="check", env=name, options=own, config=config),
         plugins=plugins or PluginSelection(),
         data=sections.task,
     )
