@@ -307,13 +307,13 @@ class TerminalTracker(Tracker):
                 self.say(f"warning, step {event.step}: {event.message}")
             case events.IncidentReported():
                 self._time = event.time
-                self._incidents.receive(event, event.count)
+                self._incidents.receive(event)
             case events.RunEnded() if survived := self._incidents.counts:
                 self.say(f"recovered in this run from {by_kind(survived)} (events.jsonl has each)")
 
-    def _say_incident(self, event: events.IncidentReported, count: int) -> None:
+    def _say_incident(self, event: events.IncidentReported) -> None:
         what = "waits" if event.kind == "unavailable" else "survived"
-        self.say(f"{what}, step {event.step}: {line_of(event.component, event.message, count)}")
+        self.say(f"{what}, step {event.step}: {line_of(event)}")
 
     def _count(self, event: events.StepEnded) -> None:
         """Keep the time and the numbers of a step."""

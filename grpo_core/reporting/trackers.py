@@ -15,7 +15,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from attrs import asdict, evolve, fields
+from attrs import evolve, fields
 
 from grpo_core.config import Config, TrackingConfig
 from grpo_core.contracts import events
@@ -29,7 +29,7 @@ from grpo_core.contracts.errors import (
     fault_of,
     shortened,
 )
-from grpo_core.contracts.incidents import Incident, IncidentCounts
+from grpo_core.contracts.incidents import IncidentCounts
 from grpo_core.contracts.protocols import Tracker
 from grpo_core.contracts.records import RunInfo
 from grpo_core.environments.outages import JITTER, Outage, unavailable
@@ -166,7 +166,7 @@ class Trackers:
         """Emit the stage of the loop that begins."""
         self.emit(events.StageBegan(step=self.step, stage=stage))
 
-    def report(self, incident: Incident) -> None:
+    def report(self, incident: events.IncidentReported) -> None:
         """Count an incident, and send it to all trackers as an event, alone or with others of its kind."""
         self.incidents.receive(incident)
 
@@ -213,8 +213,8 @@ class Trackers:
         """Whether all trackers have handled everything, and were closed."""
         return all(thread.ended for thread in self._threads)
 
-    def _tell(self, incident: Incident, count: int) -> None:
-        self.emit(events.IncidentReported(step=self.step, count=count, **asdict(incident, recurse=False)))
+    def _tell(self, incident: events.IncidentReported) -> None:
+        self.emit(evolve(incident, step=self.step))
 
     def _required(self) -> list[TrackerThread]:
         return [thread for thread in self._threads if thread.required]

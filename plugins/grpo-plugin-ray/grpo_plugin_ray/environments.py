@@ -16,10 +16,9 @@ from grpo_core import (
     PluginError,
     Prompt,
 )
-from grpo_core.contracts.incidents import Incident
 from grpo_core.contracts.records import SessionStart
 from grpo_core.kit import EnvironmentProcess, EnvironmentSpec, Judgement, report, reported_to
-from grpo_plugin_ray.cluster import PluginRequirement, answer_of, call, load, report_again, where
+from grpo_plugin_ray.cluster import Incidents, PluginRequirement, answer_of, call, load, report_again, where
 
 MAX_DEATHS = 3
 """Number of consecutive deaths of workers without an answer after which the environment is given up."""
@@ -45,7 +44,7 @@ class RemoteEnvironment:
         self._who = f"{name} ({where()})"
         os.environ.update(made_from.variables)
         self._made_from = made_from
-        self._incidents: list[Incident] = []
+        self._incidents: Incidents = []
         """Incidents since the last answer."""
         self._process = EnvironmentProcess(made_from.spec, plugins=made_from.origin.plugins)
 
@@ -57,7 +56,7 @@ class RemoteEnvironment:
             await self._process.start()
         return evolve(self._process.about, who=self._who)
 
-    async def ask(self, method: str, *args: Any) -> tuple[Any, list[Incident]]:
+    async def ask(self, method: str, *args: Any) -> tuple[Any, Incidents]:
         """Call a method of ``EnvironmentProcess``; return its result and the incidents since the last one."""
         with reported_to(self._incidents.append):
             answer = await getattr(self._process, method)(*args)
@@ -156,7 +155,7 @@ class RayEnvironment:
             else:
                 return self._unpacked(answer)
 
-    def _unpacked(self, answer: tuple[Any, list[Incident]]) -> Any:
+    def _unpacked(self, answer: tuple[Any, Incidents]) -> Any:
         """Return the result in a worker's answer, and report its incidents."""
         result, incidents = answer
         self._deaths = 0
