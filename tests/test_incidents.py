@@ -61,7 +61,7 @@ def test_trackers_receive_an_incident_as_an_event():
     async def story():
         trackers = Trackers()
         trackers.add({"heard": heard})
-        with reported_to(trackers.report):
+        with reported_to(trackers.incidents.receive):
             report(
                 "batch_failed",
                 "environment of task 'sort'",
@@ -98,7 +98,7 @@ def test_thousands_of_incidents_in_a_step_are_two_events_and_one_number():
     heard, metrics = Heard(), []
 
     def story(trackers):
-        with reported_to(trackers.report):
+        with reported_to(trackers.incidents.receive):
             for step in (1, 2):
                 for i in range(3_000):
                     report("retried", "engine 0", f"call {i}")
@@ -145,7 +145,7 @@ def test_what_is_held_back_is_reported_before_the_run_ends():
     heard = Heard()
 
     def story(trackers):
-        with reported_to(trackers.report):
+        with reported_to(trackers.incidents.receive):
             for _ in range(5):
                 report("died", "engine 0", "it is started again")
         trackers.emit(RunEnded(reason="failed"))

@@ -67,7 +67,7 @@ class Trackers:
         self._error: TrackingError | None = None
         self.step = 0
         self.incidents = IncidentCounts(self._tell)
-        """Counts the incidents of ``report``, and emits them as events."""
+        """Counts incidents, and emits them as events, alone or with others of their kind."""
         self._threads: list[TrackerThread] = []
         self._metrics: dict[str, float] = {}
         self._reason = ""
@@ -165,10 +165,6 @@ class Trackers:
     def stage(self, stage: str) -> None:
         """Emit the stage of the loop that begins."""
         self.emit(events.StageBegan(step=self.step, stage=stage))
-
-    def report(self, incident: events.IncidentReported) -> None:
-        """Count an incident, and send it to all trackers as an event, alone or with others of its kind."""
-        self.incidents.receive(incident)
 
     async def flush(self) -> None:
         """Return when the working required trackers have handled every event so far.
