@@ -113,7 +113,9 @@ class IncidentCounts:
     counts: Counter[str] = field(init=False, factory=Counter)
     """Number of incidents by kind; ``read`` begins anew."""
     _waiting: dict[Cause, IncidentReported] = field(init=False, factory=dict)
-    """The incidents of each cause that were not told, as one event."""
+    """The last incident of each cause that was not told."""
+    _numbers: Counter[Cause] = field(init=False, factory=Counter)
+    """How many there are."""
     _told: dict[Cause, float] = field(init=False, factory=dict)
     """Time when each cause was told last."""
 
@@ -121,9 +123,8 @@ class IncidentCounts:
         """Count an incident, or several in one event, and tell them now or later."""
         cause = incident.kind, incident.component
         self.counts[incident.kind] += incident.count
-        if (before := self._waiting.get(cause)) is not None:
-            incident = evolve(incident, count=before.count + incident.count)
         self._waiting[cause] = incident
+        self._numbers[cause] += incident.count
         self.flush(EVERY)
 
     def flush(self, after: float = 0.0) -> None:
@@ -131,7 +132,7 @@ class IncidentCounts:
         now = self.clock()
         for cause in [each for each in self._waiting if now - self._told.get(each, -inf) >= after]:
             self._told[cause] = now
-            self.tell(self._waiting.pop(cause))
+            self.tell(evolve(self._waiting.pop(cause), count=self._numbers.pop(cause)))
 
     def read(self) -> dict[str, float]:
         """Return the numbers of incidents since the last call, by ``incidents/KIND``; ends a step."""
