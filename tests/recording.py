@@ -34,7 +34,8 @@ def tracked(
     """Tell a story to trackers, in an event loop; what it returns is awaited if it can be."""
 
     async def main() -> None:
-        all_of_them = Trackers(trackers)
+        all_of_them = Trackers()
+        all_of_them.add(trackers)
         try:
             told = story(all_of_them)
             if asyncio.iscoroutine(told):

@@ -24,7 +24,7 @@ from grpo_core.contracts.incidents import reported_to
 from grpo_core.contracts.playing import PlayerSetup
 from grpo_core.contracts.protocols import Environment
 from grpo_core.contracts.records import AgentClient, Prompt, Weights
-from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.environments.process import EnvironmentProcess, EnvironmentSpec
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, play
 from grpo_core.testing import FakeEngine, FakeRenderer
 from grpo_plugin_agents.program import AgentProgram
@@ -48,13 +48,14 @@ def prompts(split):
 """
 
 
-def played(tmp_path, agent, n=1, *, spec="./agent.py", options=None, config=None, **given):
+def played(tmp_path, agent, n=1, *, spec="./agent.py", options=None, **given):
     """Play rollouts of an agent in its process; returns them with the incidents."""
     (tmp_path / "agent.py").write_text(HEAD + agent)
     incidents = []
 
     async def story():
-        process = EnvironmentProcess("task", spec.replace("./", f"{tmp_path}/"), options or {}, config=config)
+        env = spec.replace("./", f"{tmp_path}/")
+        process = EnvironmentProcess(EnvironmentSpec(task="task", env=env, options=options or {}))
         with reported_to(incidents.append):
             return await played_in(process, map(str, range(n)), **given)
 

@@ -23,7 +23,7 @@ from grpo_core.api.reward import added
 from grpo_core.config import EnvironmentConfig, merge
 from grpo_core.contracts.incidents import reported_to
 from grpo_core.contracts.records import Episode
-from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.environments.process import EnvironmentProcess, EnvironmentSpec
 from grpo_core.plugins.host import PluginHost
 
 SMALL = {
@@ -440,7 +440,8 @@ def played(environment, story, **config):
     async def main():
         host = PluginHost.discover(allow=[])
         host.add({"environment": {"t": lambda: environment}})
-        client = EnvironmentProcess("t", "program:t", config=EnvironmentConfig(**config), host=host)
+        spec = EnvironmentSpec(task="t", env="program:t", config=EnvironmentConfig(**config))
+        client = EnvironmentProcess(spec, host=host)
         try:
             return await story(client)
         finally:

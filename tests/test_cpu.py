@@ -100,11 +100,13 @@ def test_the_number_of_threads_is_the_configured_one() -> None:
     assert torch.get_num_threads() == 2
 
 
-def test_freed_memory_is_given_back_once_a_process_has_grown_and_not_in_each_step():
+def test_freed_memory_is_given_back_once_a_process_has_grown_and_not_in_each_step(monkeypatch):
     """After it was given back, the next step shows what is needed; that may be more than at first."""
     sizes = iter([2.0, 2.9, 3.1, 3.5, 4.4, 4.6, 2.5])  # GB
     given_back = []
-    freed = cpu.FreedMemory(lambda: int(next(sizes) * 2**30), lambda: given_back.append(True))
+    monkeypatch.setattr(memory, "resident", lambda: int(next(sizes) * 2**30))
+    monkeypatch.setattr(cpu, "return_freed_memory", lambda: given_back.append(True))
+    freed = cpu.FreedMemory()
     after = [(freed.limit(), len(given_back))[1] for _ in range(7)]
     assert after == [0, 0, 1, 1, 1, 2, 2]
 

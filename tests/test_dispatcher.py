@@ -34,7 +34,7 @@ from grpo_core.contracts.records import Episode, Judgement, Prompt, SessionStart
 from grpo_core.environments.dispatcher import Failure
 from grpo_core.environments.host import EnvironmentHost
 from grpo_core.environments.pool import EnvironmentPool
-from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.environments.process import EnvironmentProcess, EnvironmentSpec
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.installed import PluginSelection
 from grpo_core.processes.aio import Limit
@@ -607,9 +607,8 @@ def run(file, story, *, name="Judge", options=None, pool=False, **config):
 
     async def main():
         settings = EnvironmentConfig(**config)
-        process = EnvironmentProcess(
-            "play", f"{file}:{name}", options, config=settings, plugins=PluginSelection(allow=())
-        )
+        spec = EnvironmentSpec(task="play", env=f"{file}:{name}", options=options or {}, config=settings)
+        process = EnvironmentProcess(spec, plugins=PluginSelection(allow=()))
         environment = EnvironmentPool([process], settings) if pool else process
         await environment.start()
         try:
@@ -667,7 +666,7 @@ def test_a_call_passes_five_functions_here_and_four_in_the_process(monkeypatch):
     async def main():
         host = PluginHost.discover(allow=[])
         host.add({"environment": {"judge": Judge}})
-        process = EnvironmentProcess("play", "program:judge", host=host)
+        process = EnvironmentProcess(EnvironmentSpec(task="play", env="program:judge"), host=host)
         pool = EnvironmentPool([process], EnvironmentConfig())
         await pool.start()
         monkeypatch.setattr(Child, "call_alongside", traced)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from grpo_core.contracts.errors import EngineError, ModelError, WeightSyncError
-from grpo_core.contracts.incidents import Incident, reported_to
+from grpo_core.contracts.events import IncidentReported
+from grpo_core.contracts.incidents import reported_to
 from grpo_core.contracts.records import Completion, EngineSetup, GenerationRequest
 from grpo_core.engines.local.batch import EngineModel
 from grpo_core.engines.local.decoder import Decoder, SeparateCalls
@@ -519,7 +520,7 @@ def test_a_dead_child_is_replaced_and_holds_the_last_weights(setup: EngineSetup,
         assert set((await engine.generate([request]))[0].versions) == {2}
         await engine.aclose()
 
-    incidents: list[Incident] = []
+    incidents: list[IncidentReported] = []
     with reported_to(incidents.append):
         asyncio.run(story())
     assert [(one.kind, one.component) for one in incidents] == [("died", "engine local")] * 2, (
@@ -552,7 +553,7 @@ def test_a_child_that_hangs_is_killed_at_its_deadline_and_that_is_reported(
         assert await engine.generate([request]) == before
         await engine.aclose()
 
-    incidents: list[Incident] = []
+    incidents: list[IncidentReported] = []
     with reported_to(incidents.append):
         asyncio.run(story())
     ((kind, message),) = [(one.kind, one.message) for one in incidents]
@@ -580,7 +581,7 @@ def test_calls_that_run_in_a_child_that_is_killed_at_the_deadline_of_another_cal
             await waiting
         await engine.aclose()
 
-    incidents: list[Incident] = []
+    incidents: list[IncidentReported] = []
     with reported_to(incidents.append):
         asyncio.run(story())
     assert [one.kind for one in incidents] == ["deadline"]

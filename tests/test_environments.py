@@ -22,7 +22,7 @@ from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.records import Episode, Feedback, Judgement, Prompt
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.environments.host import made
-from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.environments.process import EnvironmentProcess, EnvironmentSpec
 from grpo_core.plugins.installed import PluginSelection
 
 SCENES = """
@@ -160,14 +160,9 @@ def run(scenes, story, *, name="Scenes", deadline=30.0, log=None, **options):
     """Tell a story with a running environment."""
 
     async def main():
-        process = EnvironmentProcess(
-            "play",
-            f"{scenes}:{name}",
-            options,
-            config=EnvironmentConfig(deadline=deadline),
-            plugins=PluginSelection(allow=()),
-            log=log,
-        )
+        config = EnvironmentConfig(deadline=deadline)
+        spec = EnvironmentSpec(task="play", env=f"{scenes}:{name}", options=options, config=config, log=log)
+        process = EnvironmentProcess(spec, plugins=PluginSelection(allow=()))
         try:
             return await story(process)
         finally:

@@ -18,7 +18,7 @@ from grpo_core.config import read_toml
 from grpo_core.contracts.errors import CodeError, ConfigError, PluginError, fault_of, plugin_errors
 from grpo_core.contracts.records import Episode, Feedback
 from grpo_core.environments.host import EnvironmentHost, evaluate_of
-from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.environments.process import EnvironmentProcess, EnvironmentSpec
 from grpo_core.testing import FakeEngine, HostedEnvironment, prompts, results_of, strategies
 from grpo_core.testing import run as on_virtual_time
 from grpo_plugin_math.exercises import sort
@@ -119,7 +119,7 @@ def in_its_process(tmp_path, name, story):
     file.write_text(FILE)
 
     async def main():
-        process = EnvironmentProcess("play", f"{file}:{name}")
+        process = EnvironmentProcess(EnvironmentSpec(task="play", env=f"{file}:{name}"))
         try:
             return await story(process)
         finally:

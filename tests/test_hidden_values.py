@@ -7,12 +7,13 @@ import json
 import textwrap
 
 import pytest
+from attrs import evolve
 
 from grpo_core.config import EnvironmentConfig
 from grpo_core.contracts.errors import ConfigError, PluginError, Unavailable
 from grpo_core.contracts.incidents import reported_to
 from grpo_core.contracts.records import Episode, Prompt
-from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.environments.process import EnvironmentProcess, EnvironmentSpec
 from grpo_core.processes.interpreters import from_here
 from grpo_core.text.credentials import SHORTEST, Mask
 
@@ -91,7 +92,8 @@ def feedback_on(leaky, reply, tmp_path, tool=False):
 
     async def story():
         log = tmp_path / "log"
-        process = EnvironmentProcess("play", leaky, config=EnvironmentConfig(env_vars=given), log=log)
+        config = EnvironmentConfig(env_vars=given)
+        process = EnvironmentProcess(EnvironmentSpec(task="play", env=leaky, config=config, log=log))
         prompt, incidents = Prompt(messages="?", id="0"), []
         try:
             with reported_to(incidents.append):
@@ -143,12 +145,13 @@ def test_an_environment_that_cannot_be_made_or_opened_does_not_show_a_value(leak
     config = EnvironmentConfig(env_vars={"JUDGE_KEY": "$KEY_OF_TODAY"})
 
     async def story():
-        process = EnvironmentProcess("play", leaky, config=config, log=tmp_path / "log")
+        spec = EnvironmentSpec(task="play", env=leaky, config=config, log=tmp_path / "log")
+        process = EnvironmentProcess(spec)
         try:
             (start,) = await process.open({"s": Prompt(messages="?", id="closed")})
         finally:
             await process.aclose()
-        failing = EnvironmentProcess("play", leaky, {"fails": True}, config=config, log=tmp_path / "log")
+        failing = EnvironmentProcess(evolve(spec, options={"fails": True}))
         try:
             with pytest.raises(PluginError) as refused:
                 await failing.start()

@@ -13,12 +13,11 @@ from test_docs import ROOT
 from test_pipeline import Run
 
 from grpo_core.contracts.errors import EngineError, Fault
-from grpo_core.contracts.events import IncidentReported, PromptSkipped, RunEnded, StepEnded
+from grpo_core.contracts.events import IncidentKind, IncidentReported, PromptSkipped, RunEnded, StepEnded
 from grpo_core.contracts.incidents import (
     EVERY,
     WORDS,
     IncidentCounts,
-    IncidentKind,
     by_kind,
     line_of,
     report,
@@ -60,8 +59,9 @@ def test_trackers_receive_an_incident_as_an_event():
     heard = Heard()
 
     async def story():
-        trackers = Trackers({"heard": heard})
-        with reported_to(trackers.report):
+        trackers = Trackers()
+        trackers.add({"heard": heard})
+        with reported_to(trackers.incidents.receive):
             report(
                 "batch_failed",
                 "environment of task 'sort'",
@@ -98,7 +98,7 @@ def test_thousands_of_incidents_in_a_step_are_two_events_and_one_number():
     heard, metrics = Heard(), []
 
     def story(trackers):
-        with reported_to(trackers.report):
+        with reported_to(trackers.incidents.receive):
             for step in (1, 2):
                 for i in range(3_000):
                     report("retried", "engine 0", f"call {i}")
@@ -125,9 +125,7 @@ def test_thousands_of_incidents_in_a_step_are_two_events_and_one_number():
 
 def test_incidents_are_reported_again_after_some_seconds():
     now, told = [0.0], []
-    counts = IncidentCounts(
-        lambda incident, count: told.append((now[0], incident.message, count)), lambda: now[0]
-    )
+    counts = IncidentCounts(lambda event: told.append((now[0], event.message, event.count)), lambda: now[0])
     with reported_to(counts.receive):
         for i in range(3 * int(EVERY) + 1):
             now[0] = float(i)
@@ -147,7 +145,7 @@ def test_what_is_held_back_is_reported_before_the_run_ends():
     heard = Heard()
 
     def story(trackers):
-        with reported_to(trackers.report):
+        with reported_to(trackers.incidents.receive):
             for _ in range(5):
                 report("died", "engine 0", "it is started again")
         trackers.emit(RunEnded(reason="failed"))
@@ -175,12 +173,14 @@ def test_the_page_about_reliability_explains_every_kind():
 
 
 def test_a_line_is_one_line_whatever_the_message_is():
-    text = line_of("engine 0", "it died; the end of its log:\n    " + "word " * 1_000, 3)
+    said = "it died; the end of its log:\n    " + "word " * 1_000
+    text = line_of(IncidentReported(kind="died", component="engine 0", message=said, count=3))
     assert "\n" not in text
     assert text.startswith("engine 0: it died; the end of its log: word word")
     assert text.endswith("(3 times)")
     assert len(text) < 330
-    assert line_of("engine 0", "busy", 1) == "engine 0: busy"
+    short = IncidentReported(kind="died", component="engine 0", message="busy")
+    assert line_of(short) == "engine 0: busy"
 
 
 def test_numbers_of_incidents_are_listed_the_most_frequent_first():
@@ -198,7 +198,7 @@ def test_every_kind_of_incident_has_a_name_for_people():
 def faulty(engine=None, feedback=None, **changes):
     """A run of the real pipeline with faults; returns it with its incidents."""
     events = []
-    counts = IncidentCounts(lambda incident, count: events.append((incident, count)), lambda: 0.0)
+    counts = IncidentCounts(events.append, lambda: 0.0)
     environment = FakeEnvironment(feedback) if feedback else None
     done = Run(engine=engine, environment=environment, readings=counts.read, **changes)
     with reported_to(counts.receive):
@@ -266,8 +266,8 @@ CAUSES = {
 def test_rollouts_that_are_played_again_are_one_incident_for_each_attempt_of_a_group(kind):
     (engine, feedback), message = CAUSES[kind]
     done, events = faulty(engine, feedback)
-    ((incident, count),) = events
-    assert (incident.kind, incident.component, count) == (kind, "rollouts of task 'task'", 1)
+    (incident,) = events
+    assert (incident.kind, incident.component, incident.count) == (kind, "rollouts of task 'task'", 1)
     assert incident.message.startswith(message)
     assert len(done.trained) == 48
     metrics = [event.metrics for event in done.of(StepEnded)]
@@ -286,8 +286,8 @@ def test_a_skipped_prompt_is_an_incident_after_those_of_its_attempts():
     done, events = faulty(None, feedback, max_retries=2)
     assert len(done.of(PromptSkipped)) == 1
     total = Counter()
-    for incident, count in events:
-        total[incident.kind] += count
+    for incident in events:
+        total[incident.kind] += incident.count
     assert total == {"unscored": 2, "skipped": 1}
-    (skip,) = [incident for incident, _ in events if incident.kind == "skipped"]
+    (skip,) = [incident for incident in events if incident.kind == "skipped"]
     assert skip.message == "prompt '2' is skipped after 3 attempts: ValueError: bad row"

@@ -22,7 +22,7 @@ from forks import grpo
 from grpo_core.config import EnvironmentConfig
 from grpo_core.contracts.errors import ConfigError, GrpoError, SelectionError
 from grpo_core.contracts.records import AgentClient, Episode, Prompt
-from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.environments.process import EnvironmentProcess, EnvironmentSpec
 from grpo_core.plugins.installed import PluginSelection
 from grpo_core.processes.interpreters import OLDEST, Interpreter
 from grpo_core.processes.schemas import chat_template_utils
@@ -109,8 +109,9 @@ def abroad(tmp_path, monkeypatch):
 
 def run(spec, story, *, plugins=(), options=None, log=None, **config):
     async def main():
-        selection, settings = PluginSelection(allow=plugins), EnvironmentConfig(**config)
-        process = EnvironmentProcess("play", spec, options, config=settings, plugins=selection, log=log)
+        settings = EnvironmentConfig(**config)
+        play = EnvironmentSpec(task="play", env=spec, options=options or {}, config=settings, log=log)
+        process = EnvironmentProcess(play, plugins=PluginSelection(allow=plugins))
         try:
             return await story(process)
         finally:

@@ -335,7 +335,8 @@ def tracked(run_, **trackers):
     """Play a run with trackers; return the notes of the error that ends it."""
 
     async def story():
-        running = Trackers(trackers)
+        running = Trackers()
+        running.add(trackers)
         run_.pipeline.emit, run_.pipeline.flush = running.emit, running.flush
         run_.pipeline.checks.watch = [running.watch]
         try:

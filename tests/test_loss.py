@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from grpo_core.contracts.errors import ConfigError, PluginError
-from grpo_core.contracts.loss import LossInputs, LossSetting, needs, needs_of, problems_of
-from grpo_core.losses import Kl, TokenTruncate, grpo
+from grpo_core.contracts.loss import LossInputs, LossSetting, check_options, needs, needs_of
+from grpo_core.losses import IDLE_CLIP, Kl, TokenTruncate, grpo
 from grpo_core.plugins.host import PluginHost
 from grpo_plugin_algorithms import losses as further
 from grpo_plugin_algorithms.kl import kl_estimate, score_weights
@@ -230,11 +230,10 @@ def test_the_extension_replaces_the_loss_of_the_core_and_without_it_its_options_
     ],
 )
 def test_options_of_the_core_loss_that_make_no_sense_are_named(options: dict[str, Any], problem: str) -> None:
-    (found,) = problems_of(grpo, options, LossSetting(proximal="generation"))
-    assert found.startswith(problem)
-    assert not problems_of(
-        grpo, {"clip_high": math.inf, "correction": TokenTruncate(cap=math.inf)}, LossSetting()
-    )
+    (found,) = check_options(grpo, options, LossSetting(proximal="generation"))
+    assert str(found).startswith(problem)
+    without = {"clip_high": math.inf, "correction": TokenTruncate(cap=math.inf)}
+    assert list(check_options(grpo, without, LossSetting())) == [IDLE_CLIP]
 
 
 @pytest.mark.parametrize(

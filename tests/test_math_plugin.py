@@ -9,7 +9,7 @@ import pytest
 from grpo_core.config import EnvironmentConfig
 from grpo_core.contracts.errors import PluginError
 from grpo_core.contracts.records import Episode, Prompt
-from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.environments.process import EnvironmentProcess, EnvironmentSpec
 from grpo_core.plugins.host import PluginHost, listing
 from grpo_core.plugins.installed import PluginSelection
 
@@ -37,10 +37,7 @@ def episodes(prompts, replies):
 def run(spec, options, story):
     async def main():
         process = EnvironmentProcess(
-            "maths",
-            spec,
-            options,
-            config=EnvironmentConfig(deadline=20.0),
+            EnvironmentSpec(task="maths", env=spec, options=options, config=EnvironmentConfig(deadline=20.0)),
             plugins=PluginSelection(allow=("math",)),
         )
         try:

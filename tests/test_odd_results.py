@@ -13,7 +13,7 @@ from grpo_core.contracts.protocols import Environment
 from grpo_core.contracts.records import Episode, Feedback, Prompt
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.environments.host import EnvironmentHost
-from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.environments.process import EnvironmentProcess, EnvironmentSpec
 from grpo_core.environments.tools import LONGEST_RESULT
 from grpo_core.testing import HostedEnvironment, finished
 from grpo_core.text.credentials import Mask
@@ -193,7 +193,7 @@ def test_texts_of_the_environments_own_classes_reach_the_run_as_text(tmp_path):
     (tmp_path / "env.py").write_text(PLAIN)
 
     async def story():
-        process = EnvironmentProcess("task", f"{tmp_path}/env.py:Env")
+        process = EnvironmentProcess(EnvironmentSpec(task="task", env=f"{tmp_path}/env.py:Env"))
         try:
             (prompt,) = await process.prompts("train")
             said = {"role": "assistant", "content": "x"}

@@ -32,7 +32,7 @@ from grpo_core.contracts.records import Episode, Feedback, Prompt, SessionStart
 from grpo_core.environments.host import EnvironmentHost
 from grpo_core.environments.outages import LONGEST, Outage, unavailable
 from grpo_core.environments.pool import EnvironmentPool
-from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.environments.process import EnvironmentProcess, EnvironmentSpec
 from grpo_core.plugins.installed import PluginSelection
 from grpo_core.testing import FakeEngine, FakeEnvironment, clock
 from grpo_core.text.credentials import Mask
@@ -704,13 +704,8 @@ def away_in_a_process(judges, server, mode, *, seconds=2.5, name="Batched", call
 
     async def main():
         settings = EnvironmentConfig()
-        process = EnvironmentProcess(
-            "play",
-            f"{judges}:{name}",
-            {"url": server.url, **options},
-            config=settings,
-            plugins=PluginSelection(allow=()),
-        )
+        spec = EnvironmentSpec(task="play", env=f"{judges}:{name}", options={"url": server.url, **options})
+        process = EnvironmentProcess(spec, plugins=PluginSelection(allow=()))
         pool = EnvironmentPool([process], settings, name="play")
         await pool.start()
         try:

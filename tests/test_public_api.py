@@ -99,7 +99,7 @@ BEYOND = {
     "grpo-plugin-agents": "import_file numbered orphans parsed thoughts",
     "grpo-plugin-judge": "DEADLINE as_feedback units",
     "grpo-plugin-ray": """
-        EngineConfig EnvironmentConfig Incident LimitedEngine RemoteTraceback SessionStart Tolerance
+        EngineConfig LimitedEngine RemoteTraceback SessionStart Tolerance
         TrainerConfig copies engine_metrics interpreters offers wire
     """,
     "grpo-plugin-scale": """

@@ -18,7 +18,7 @@ from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.protocols import Environment, Tool
 from grpo_core.contracts.records import Episode, Judgement, Prompt, SessionStart, Weights
 from grpo_core.environments.host import EnvironmentHost
-from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.environments.process import EnvironmentProcess, EnvironmentSpec
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.plugins.installed import PluginSelection
 from grpo_core.testing import FakeEngine, FakeRenderer
@@ -123,13 +123,9 @@ def tell(file, story, *, name="Playground", **config):
 
     async def main():
         options = {"log": str(log)} if name == "Playground" else {}
-        process = EnvironmentProcess(
-            "play",
-            f"{file}:{name}",
-            options,
-            config=EnvironmentConfig(**config),
-            plugins=PluginSelection(allow=()),
-        )
+        settings = EnvironmentConfig(**config)
+        spec = EnvironmentSpec(task="play", env=f"{file}:{name}", options=options, config=settings)
+        process = EnvironmentProcess(spec, plugins=PluginSelection(allow=()))
         try:
             return await story(process)
         finally:
@@ -306,10 +302,9 @@ def test_ctrl_c_closes_open_sessions(file, stop):
         async def main():
             task = asyncio.current_task()
             asyncio.get_running_loop().add_signal_handler({int(stop)}, task.cancel)
-            process = EnvironmentProcess(
-                "play", {f"{file}:Playground"!r}, {{"log": {str(file.with_name("log"))!r}}},
-                plugins=PluginSelection(allow=()),
-            )
+            options = {{"log": {str(file.with_name("log"))!r}}}
+            spec = EnvironmentSpec(task="play", env={f"{file}:Playground"!r}, options=options)
+            process = EnvironmentProcess(spec, plugins=PluginSelection(allow=()))
             try:
                 await played(process, Waiting())
             finally:

@@ -18,7 +18,7 @@ from grpo_core.config import EnvironmentConfig
 from grpo_core.contracts.errors import EngineError
 from grpo_core.contracts.playing import Play, PlayerSetup
 from grpo_core.contracts.records import Limits, Prompt, Weights
-from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.environments.process import EnvironmentProcess, EnvironmentSpec
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.testing import FakeEngine, FakeRenderer
 from grpo_plugin_agents.server import AgentServer
@@ -41,7 +41,8 @@ def staged(taskset, story, *, env_vars=None, **options):
 
     async def main():
         config = EnvironmentConfig(python=PYTHON, env_vars={"PYTHONPATH": PATH, **(env_vars or {})})
-        process = EnvironmentProcess("task", f"verifiers:{taskset}", options, config=config)
+        env = f"verifiers:{taskset}"
+        process = EnvironmentProcess(EnvironmentSpec(task="task", env=env, options=options, config=config))
         process.player = server = AgentServer(PlayerSetup())
         await server.start()
         try:
@@ -297,14 +298,15 @@ def test_a_simulated_user_is_a_separate_model_and_is_not_trained():
         )
         user_session = server.open(given)
         at = {"type": "eval", "base_url": user_session.client.base_url, "api_key_var": "USER_API_KEY"}
-        process = EnvironmentProcess(
-            "task",
-            "verifiers:words_of_verifiers",
-            {"environment": {"id": "user-sim", "user": {"model": "user", "client": at}}},
+        spec = EnvironmentSpec(
+            task="task",
+            env="verifiers:words_of_verifiers",
+            options={"environment": {"id": "user-sim", "user": {"model": "user", "client": at}}},
             config=EnvironmentConfig(
                 python=PYTHON, env_vars={"PYTHONPATH": PATH, "USER_API_KEY": user_session.client.api_key}
             ),
         )
+        process = EnvironmentProcess(spec)
         process.player = server
         try:
             prompts = await everything(process)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from attrs import asdict
 from recording import record
 from test_pipeline import Run
 
 from grpo_core.config import Config, TaskConfig, TrackingConfig
-from grpo_core.contracts.events import IncidentReported
-from grpo_core.contracts.incidents import Incident, IncidentCounts, reported_to
+from grpo_core.contracts.incidents import IncidentCounts, reported_to
 from grpo_core.contracts.protocols import ValidationStrategy
 from grpo_core.contracts.records import Episode, Feedback, Prompt
 from grpo_core.loop.rollout import SamplingParams
@@ -49,10 +47,7 @@ def a_run(path: Path, strategy: ValidationStrategy, *, task: str = "task", **cha
         )
         return await run_strategy("tested", strategy, context)
 
-    def tell(incident: Incident, count: int) -> None:
-        run.events.append(IncidentReported(count=count, **asdict(incident, recurse=False)))
-
-    incidents = IncidentCounts(tell, lambda: 0.0)
+    incidents = IncidentCounts(run.events.append, lambda: 0.0)
     run.pipeline.validate, run.pipeline.readings = validate, incidents.read
     with reported_to(incidents.receive):
         run(seed=1)

@@ -94,7 +94,7 @@ async def train(
     unproved, inexact = 0, list[str]()
     with interruptions(trackers.status, stop or Stop()) as interruptible:
         try:
-            with reported_to(trackers.report), recorded_by(timeline):
+            with reported_to(trackers.incidents.receive), recorded_by(timeline):
                 timeline.stage("start")
                 if run.finished is None:
                     async with started(run) as (pipeline, tasks):

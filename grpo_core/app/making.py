@@ -26,7 +26,7 @@ from grpo_core.config.run import (
 from grpo_core.contracts import protocols
 from grpo_core.contracts.errors import ConfigError, SelectionError
 from grpo_core.contracts.events import Event
-from grpo_core.contracts.loss import LossSetting, Remark, hints_of, problems_of, remarks_of
+from grpo_core.contracts.loss import LossSetting, Remark, check_options, hints_of
 from grpo_core.contracts.playing import EnvironmentClient
 from grpo_core.contracts.records import EngineSetup, Group, Prompt, Rollout, Weights
 from grpo_core.data.loaders import LookAhead
@@ -359,9 +359,10 @@ def remarks_about(loss: Bound[Any, Any], trainer: TrainerConfig, pipeline: Pipel
         updates_per_step=trainer.updates_per_step,
         max_staleness=pipeline.max_staleness,
     )
-    if problems := problems_of(loss.function, loss.options, setting):
+    found = list(check_options(loss.function, loss.options, setting))
+    if problems := [each for each in found if isinstance(each, str)]:
         raise ConfigError(f"loss {loss.selected.name!r}: " + "; ".join(problems))
-    return remarks_of(loss.function, loss.options, setting)
+    return [each for each in found if isinstance(each, Remark)]
 
 
 def sampler(config: Config, plugins: PluginHost) -> protocols.Sampler:

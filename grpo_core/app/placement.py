@@ -23,8 +23,8 @@ from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.protocols import Engine
 from grpo_core.contracts.records import EngineSetup
 from grpo_core.engines.wrapped import LimitedEngine
-from grpo_core.environments.pool import EnvironmentSpec, EnvironmentWorker
-from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.environments.pool import EnvironmentWorker
+from grpo_core.environments.process import EnvironmentProcess, EnvironmentSpec
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.plugins.host import PluginHost
 
@@ -211,15 +211,8 @@ class LocalPlacement:
         return LimitedEngine(engine, config.max_requests) if config.max_requests else engine
 
     def environment(self, number: int, spec: EnvironmentSpec) -> EnvironmentWorker:
-        return EnvironmentProcess(
-            spec.task,
-            spec.env,
-            spec.options,
-            config=spec.config,
-            plugins=self._plugins.selection,
-            log=spec.log,
-            host=self._plugins if self._plugins.of_program(spec.env) else None,
-        )
+        host = self._plugins if self._plugins.of_program(spec.env) else None
+        return EnvironmentProcess(spec, plugins=self._plugins.selection, host=host)
 
 
 # ---------------------------------------------------------------------------------- GPUs

@@ -12,9 +12,9 @@ from grpo_core.app.data import Converting, TaskData, check_data
 from grpo_core.config import EnvironmentConfig, TaskConfig, build, structured
 from grpo_core.contracts.errors import PluginError
 from grpo_core.contracts.records import Prompt
-from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.environments.process import EnvironmentProcess, EnvironmentSpec
 from grpo_core.plugins.host import PluginHost
-from grpo_core.plugins.installed import PluginSelection
+from grpo_core.plugins.installed import ALL_PLUGINS, PluginSelection
 
 DATA = ("data", "data_options", "validation_data")
 """Keys of a task that may be among the options of an environment."""
@@ -45,18 +45,20 @@ class SourcedProcess(EnvironmentProcess):
     """An ``EnvironmentProcess`` with the prompts of a task's data.
 
     Args:
-        given: arguments of ``EnvironmentProcess``, as ``named``.
+        spec, plugins: as for ``EnvironmentProcess``.
         data: section of the task, with the data.
     """
 
-    def __init__(self, *given: Any, data: TaskConfig, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(
+        self, spec: EnvironmentSpec, *, plugins: PluginSelection = ALL_PLUGINS, data: TaskConfig
+    ) -> None:
+        super().__init__(spec, plugins=plugins)
         self._has_data = bool(data.data or data.validation_data)
-        host = PluginHost.of(named.get("plugins", PluginSelection()))
+        host = PluginHost.of(plugins)
         if self._has_data:
-            check_data("data", self.task, data, host)
+            check_data("data", spec.task, data, host)
         own = SimpleNamespace(prompts=super().prompts, convert=self.convert)
-        self._data = TaskData.of(self.task, data, host, cast(Converting, own))
+        self._data = TaskData.of(spec.task, data, host, cast(Converting, own))
 
     async def prompts(self, split: str) -> list[Prompt]:
         """Return the prompts of a split.  Raises PluginError, ConfigError."""

@@ -22,7 +22,8 @@ from grpo_core.contracts.playing import Player, PlayerSetup
 from grpo_core.contracts.records import Prompt
 from grpo_core.data.loaders import LookAhead
 from grpo_core.data.rows import known_of
-from grpo_core.environments.pool import EnvironmentPool, EnvironmentSpec
+from grpo_core.environments.pool import EnvironmentPool
+from grpo_core.environments.process import EnvironmentSpec
 from grpo_core.plugins.host import PluginHost
 from grpo_core.processes.aio import gather
 from grpo_core.validation.runner import HeldOut

@@ -83,7 +83,7 @@ def group(
         of_known(lambda known: normalize(known, scale="none", leave_one_out=leave_one_out), each)
         for each in rewards
     ]
-    everything = _numbers(rewards)
+    everything = [value for row in rewards for value in row if value is not None]
     if len(everything) <= ddof or equal(everything):
         return [[None if value is None else 0.0 for value in row] for row in centred]
     divisor = deviation(everything, ddof) + epsilon
@@ -122,7 +122,8 @@ def normalize(
     if scale not in ("group", "others", "none"):
         raise ValueError(f"scale is {scale!r}; expected 'group' or 'others' or 'none'")
     check_ranges(ddof=ddof, epsilon=epsilon)
-    _finite(rewards)
+    if not all(isfinite(reward) for reward in rewards):
+        raise ValueError(f"rewards are not finite: {list(rewards)}")
     n = len(rewards)
     if n < 2 or equal(rewards):
         return [0.0] * n
@@ -195,12 +196,3 @@ def of_known(function: Callable[[Sequence[float]], Sequence[float]], values: Rew
     """Apply a function to the numbers that are known; the others stay None."""
     known = iter(function([value for value in values if value is not None]))
     return [None if value is None else next(known) for value in values]
-
-
-def _numbers(rows: Sequence[Rewards]) -> list[float]:
-    return [value for row in rows for value in row if value is not None]
-
-
-def _finite(rewards: Sequence[float]) -> None:
-    if not all(isfinite(reward) for reward in rewards):
-        raise ValueError(f"rewards are not finite: {list(rewards)}")

@@ -1,25 +1,5 @@
 """The errors of grpo-core, by who can fix them.
 
-    GrpoError
-    ├── ConfigError          a configuration, a command line or a path is wrong
-    ├── PluginError          a plugin breaks its contract; names plugin, distribution, version, fault
-    │   └── SelectionError   you: a name or an option that no plugin has
-    ├── ModelError           a model or tokenizer cannot be loaded or used
-    │   └── ControlInText    a text spells a control token, and would be read as that token
-    ├── CheckpointError      a checkpoint cannot be written or is damaged
-    ├── EngineError          an engine cannot generate; the rollouts it held are played again
-    ├── WeightSyncError      an engine did not load the weights that it was sent
-    ├── TrainerError         a training step failed
-    ├── DataPlaneError       tokens of finished rollouts cannot be kept, or are lost
-    ├── TrackingError        a tracker that the run needs failed, such as the one that writes its files
-    ├── SamplingError        too few of the generated groups have a learning signal
-    ├── CodeError            code of an author raised an exception
-    ├── DeadlineExceeded     an operation took longer than its deadline
-    ├── Unavailable          a service does not answer: its calls wait until it does, or until the run ends
-    ├── SessionLost          a tool's session is gone: its rollout is unscored, and is played again
-    ├── ChildDied            a child process ended before it answered
-    └── SlotError            a transition that the buffer's state does not allow
-
 Every message says who, where, what was given, what was expected, and what to do.  The command line
 prints the message alone, without a traceback, and exits with ``exit_status``: 1 if something failed, 2 if the
 input is wrong.
@@ -88,51 +68,55 @@ class GrpoError(Exception):
 
 
 class ConfigError(GrpoError):
+    """A configuration, a command line or a path is wrong."""
+
     exit_status = 2
 
 
 class PluginError(GrpoError):
-    pass
+    """A plugin breaks its contract; the message names plugin, distribution and version."""
 
 
 class SelectionError(PluginError):
+    """A name or an option is configured that no plugin has."""
+
     exit_status = 2
 
 
 class ModelError(GrpoError):
-    pass
+    """A model or tokenizer cannot be loaded or used."""
 
 
 class ControlInText(ModelError):  # noqa: N818 - reads as what happened
-    pass
+    """A text spells a control token, and would be read as that token."""
 
 
 class CheckpointError(GrpoError):
-    pass
+    """A checkpoint cannot be written or is damaged."""
 
 
 class EngineError(GrpoError):
-    pass
+    """An engine cannot generate; the rollouts that it held are played again."""
 
 
 class WeightSyncError(GrpoError):
-    pass
+    """An engine did not load the weights that it was sent."""
 
 
 class TrainerError(GrpoError):
-    pass
+    """A training step failed."""
 
 
 class DataPlaneError(GrpoError):
-    pass
+    """Tokens of finished rollouts cannot be kept, or are lost."""
 
 
 class TrackingError(GrpoError):
-    pass
+    """A tracker that the run needs failed, such as the one that writes its files."""
 
 
 class SamplingError(GrpoError):
-    pass
+    """Too few of the generated groups have a learning signal."""
 
 
 class CodeError(GrpoError):
@@ -145,7 +129,7 @@ class CodeError(GrpoError):
 
 
 class DeadlineExceeded(GrpoError):  # noqa: N818 - reads as what happened
-    pass
+    """An operation took longer than its deadline."""
 
 
 class Unavailable(GrpoError):  # noqa: N818
@@ -169,11 +153,11 @@ class SessionLost(GrpoError):  # noqa: N818
 
 
 class ChildDied(GrpoError):  # noqa: N818
-    pass
+    """A child process ended before it answered."""
 
 
 class SlotError(GrpoError):
-    pass
+    """A transition that the state of the buffer does not allow."""
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import field, frozen
 
@@ -228,11 +228,38 @@ class WarningRaised(Event):
     """The exception of an author's code, such as a tracker's."""
 
 
+IncidentKind = Literal[
+    "batch_failed",  # a batch failed while its parts, tried one by one, succeeded
+    "call_failed",  # a call of an environment failed
+    "deadline",  # a call took too long, and was cancelled, or its process was killed
+    "died",  # a process ended by itself
+    "replaced",  # an engine of a pool was replaced
+    "given_up",  # an engine of a pool is not replaced any more
+    "retried",  # a request or a call was made again
+    "session_lost",  # a session died with its process
+    "doubted",  # an engine's answers to a canary were wrong, and right on a second call
+    "late",  # an engine of a pool did not take new weights in the time that the others needed
+    "rollouts_late",  # rollouts were not finished within rollout.deadline, and are played again
+    "rollouts_lost",  # an engine did not finish rollouts, and they are played again
+    "rollouts_orphaned",  # the sessions of rollouts ended with their process, and they are played again
+    "unscored",  # rollouts have no reward, and are played again
+    "skipped",  # the attempts of a prompt are used up
+    "agent_option",  # an agent requested sampling that the run does not do
+    "passed_over",  # a checkpoint was never finished or is damaged, and an older one is used
+    "control_in_text",  # a text within a rollout spells a control token, and cannot be kept apart from it
+    "textless",  # the model sampled a token for which its tokenizer has no text
+    "not_removed",  # an old checkpoint cannot be removed
+    "unavailable",  # a service does not answer; its callers wait and try again
+    "available",  # it answers again
+]
+"""Kinds of what a run survives."""
+
+
 @frozen(kw_only=True)
 class IncidentReported(Event):
     """Something went wrong, and the run survived it; see ``grpo_core.contracts.incidents``."""
 
-    kind: str
+    kind: IncidentKind
     component: str
     message: str
     fault: Fault | None = None

@@ -13,37 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from math import inf
-from typing import Any, Literal
 
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 
 from grpo_core.contracts.errors import Fault, one_line, shortened
+from grpo_core.contracts.events import IncidentKind, IncidentReported
 from grpo_core.contracts.unicode import well_formed
-
-IncidentKind = Literal[
-    "batch_failed",  # a batch failed while its parts, tried one by one, succeeded
-    "call_failed",  # a call of an environment failed
-    "deadline",  # a call took too long, and was cancelled, or its process was killed
-    "died",  # a process ended by itself
-    "replaced",  # an engine of a pool was replaced
-    "given_up",  # an engine of a pool is not replaced any more
-    "retried",  # a request or a call was made again
-    "session_lost",  # a session died with its process
-    "doubted",  # an engine's answers to a canary were wrong, and right on a second call
-    "late",  # an engine of a pool did not take new weights in the time that the others needed
-    "rollouts_late",  # rollouts were not finished within rollout.deadline, and are played again
-    "rollouts_lost",  # an engine did not finish rollouts, and they are played again
-    "rollouts_orphaned",  # the sessions of rollouts ended with their process, and they are played again
-    "unscored",  # rollouts have no reward, and are played again
-    "skipped",  # the attempts of a prompt are used up
-    "agent_option",  # an agent requested sampling that the run does not do
-    "passed_over",  # a checkpoint was never finished or is damaged, and an older one is used
-    "control_in_text",  # a text within a rollout spells a control token, and cannot be kept apart from it
-    "textless",  # the model sampled a token for which its tokenizer has no text
-    "not_removed",  # an old checkpoint cannot be removed
-    "unavailable",  # a service does not answer; its callers wait and try again
-    "available",  # it answers again
-]
 
 WORDS: Mapping[str, str] = {
     "batch_failed": "call{s} that passed in parts",
@@ -80,29 +55,12 @@ LINE = 300
 log = logging.getLogger("grpo_core")
 
 
-@frozen(kw_only=True)
-class Incident:
-    """A fault that was survived.
-
-    Attributes:
-        kind: its cause; incidents of one kind and component are counted together.
-        component: the part of the run, as messages name it: ``environment of task 'sort'``.
-        message: what happened, with which value, and what to do if it continues.
-        fault: the exception of an author's code, for the log.
-    """
-
-    kind: IncidentKind
-    component: str
-    message: str
-    fault: Fault | None = None
-
-
-Receive = Callable[[Incident], None]
+Receive = Callable[[IncidentReported], None]
 Cause = tuple[str, str]
 """Kind and component."""
 
 
-def _to_log(incident: Incident) -> None:
+def _to_log(incident: IncidentReported) -> None:
     log.warning("%s: %s", incident.component, incident.message)
 
 
@@ -110,9 +68,16 @@ _receive: ContextVar[Receive] = ContextVar("receiver of incidents", default=_to_
 
 
 def report(kind: IncidentKind, component: str, message: str, *, fault: Fault | None = None) -> None:
-    """Report a fault that was survived; call it on the event loop of the run."""
+    """Report a fault that was survived; call it on the event loop of the run.
+
+    Args:
+        kind: its cause; incidents of one kind and component are counted together.
+        component: the part of the run, as messages name it: ``environment of task 'sort'``.
+        message: what happened, with which value, and what to do if it continues.
+        fault: the exception of an author's code, for the log.
+    """
     said = well_formed(shortened(message, MESSAGE))
-    _receive.get()(Incident(kind=kind, component=component, message=said, fault=fault))
+    _receive.get()(IncidentReported(kind=kind, component=component, message=said, fault=fault))
 
 
 @contextmanager
@@ -141,22 +106,25 @@ class IncidentCounts:
     and what is left when the counts are read.
     """
 
-    tell: Callable[[Any, int], None]
-    """Receives an incident, or an event of one, and the number of incidents that it stands for."""
+    tell: Receive
+    """Receives an event, which may stand for several incidents."""
     clock: Callable[[], float] = time.monotonic
     """Returns the time in seconds."""
     counts: Counter[str] = field(init=False, factory=Counter)
     """Number of incidents by kind; ``read`` begins anew."""
-    _waiting: dict[Cause, tuple[Any, int]] = field(init=False, factory=dict)
-    """The last incident of each cause that was not told, and how many there are."""
+    _waiting: dict[Cause, IncidentReported] = field(init=False, factory=dict)
+    """The last incident of each cause that was not told."""
+    _numbers: Counter[Cause] = field(init=False, factory=Counter)
+    """How many there are."""
     _told: dict[Cause, float] = field(init=False, factory=dict)
     """Time when each cause was told last."""
 
-    def receive(self, incident: Any, count: int = 1) -> None:
-        """Count incidents, of which this is the last, and tell them now or later."""
+    def receive(self, incident: IncidentReported) -> None:
+        """Count an incident, or several in one event, and tell them now or later."""
         cause = incident.kind, incident.component
-        self.counts[incident.kind] += count
-        self._waiting[cause] = incident, self._waiting.get(cause, (incident, 0))[1] + count
+        self.counts[incident.kind] += incident.count
+        self._waiting[cause] = incident
+        self._numbers[cause] += incident.count
         self.flush(EVERY)
 
     def flush(self, after: float = 0.0) -> None:
@@ -164,7 +132,7 @@ class IncidentCounts:
         now = self.clock()
         for cause in [each for each in self._waiting if now - self._told.get(each, -inf) >= after]:
             self._told[cause] = now
-            self.tell(*self._waiting.pop(cause))
+            self.tell(evolve(self._waiting.pop(cause), count=self._numbers.pop(cause)))
 
     def read(self) -> dict[str, float]:
         """Return the numbers of incidents since the last call, by ``incidents/KIND``; ends a step."""
@@ -175,17 +143,15 @@ class IncidentCounts:
         return counts
 
 
-def line_of(component: str, message: str, count: int) -> str:
-    """Describe ``count`` incidents, of which this is the last message, on one line."""
-    times = f" ({count} times)" if count > 1 else ""
-    return f"{component}: {one_line(message, LINE)}{times}"
+def line_of(incident: IncidentReported) -> str:
+    """Describe an event on one line."""
+    times = f" ({incident.count} times)" if incident.count > 1 else ""
+    return f"{incident.component}: {one_line(incident.message, LINE)}{times}"
 
 
-def lines_of_incidents(status: Callable[[str], None]) -> Callable[[Incident], None]:
+def lines_of_incidents(status: Callable[[str], None]) -> Receive:
     """Return a receiver that shows incidents as lines, at a limited rate."""
-    return IncidentCounts(
-        lambda it, count: status(f"survived: {line_of(it.component, it.message, count)}")
-    ).receive
+    return IncidentCounts(lambda incident: status(f"survived: {line_of(incident)}")).receive
 
 
 def by_kind(counts: Mapping[str, float]) -> str:

@@ -153,21 +153,10 @@ def options_checked_by(check: OptionsCheck) -> Callable[[_Function], _Function]:
     return declare
 
 
-def problems_of(function: Callable[..., Any], options: Mapping[str, Any], setting: LossSetting) -> list[str]:
-    """Return the problems of a loss's options, if it declares a check."""
-    return [each for each in _found(function, options, setting) if isinstance(each, str)]
-
-
-def remarks_of(
-    function: Callable[..., Any], options: Mapping[str, Any], setting: LossSetting
-) -> list[Remark]:
-    """Return the remarks about a loss's options, if it declares a check."""
-    return [each for each in _found(function, options, setting) if isinstance(each, Remark)]
-
-
-def _found(
+def check_options(
     function: Callable[..., Any], options: Mapping[str, Any], setting: LossSetting
 ) -> Iterable[str | Remark]:
+    """Return the problems of a loss's options, and remarks about them, if it declares a check."""
     check: OptionsCheck | None = getattr(function, "options_check", None)
     return () if check is None else check(options, setting)
 

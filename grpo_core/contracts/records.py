@@ -104,13 +104,7 @@ def _ids(given: ArrayLike) -> Ids:
     return _converter()(given)
 
 
-def _same_ids(one: Ids, other: Ids) -> bool:
-    import numpy as np
-
-    return np.array_equal(one, other)
-
-
-def _same_numbers(one: Any, other: Any) -> bool:
+def _same(one: Any, other: Any) -> bool:
     import numpy as np
 
     return one is other or (one is not None and other is not None and np.array_equal(one, other))
@@ -122,7 +116,8 @@ def _no_tokens() -> Tokens:
     return Tokens.empty()
 
 
-_SAME_IDS = cmp_using(eq=_same_ids, require_same_type=False)
+_SAME_NUMBERS = cmp_using(eq=_same, require_same_type=False)
+"""Equality of arrays, of which one may be in a data plane, or None."""
 
 
 # ---------------------------------------------------------------------------------- what plugins see
@@ -301,7 +296,7 @@ class SampleRequest:
 class GenerationRequest:
     """A request for one completion."""
 
-    prompt_ids: Ids = field(converter=_ids, eq=_SAME_IDS, hash=False)
+    prompt_ids: Ids = field(converter=_ids, eq=_SAME_NUMBERS, hash=False)
     """Tokens of the prompt, int32 [P]; any sequence of whole numbers is converted."""
     max_tokens: int
     """Largest number of tokens to sample."""
@@ -606,7 +601,7 @@ class RunInfo:
 class Segment:
     """An unbroken run of tokens, which the trainer sees as one row."""
 
-    prompt_ids: Ids = field(converter=_ids, eq=_SAME_IDS, hash=False)
+    prompt_ids: Ids = field(converter=_ids, eq=_SAME_NUMBERS, hash=False)
     """Tokens before the first completion, int32 [P]; any sequence of whole numbers is converted."""
     tokens: Tokens = field(factory=_no_tokens)
     """All tokens after that: the engine's sampled tokens and, between turns, the environment's."""
@@ -691,9 +686,7 @@ class Rollout:
     advantage: float | None = None
     """Its advantage in the step that trained its group (the mean, if its tokens' differ); None before that
     step, and if it was masked."""
-    token_advantages: NDArray[np.float64] | None = field(
-        default=None, eq=cmp_using(eq=_same_numbers), hash=False
-    )
+    token_advantages: NDArray[np.float64] | None = field(default=None, eq=_SAME_NUMBERS, hash=False)
     """Advantage of each sampled token; None if all have ``advantage``."""
     trained: bool = False
     """Whether that step made rows of it; a rollout with advantage 0 has none, unless the loss needs them."""
@@ -762,7 +755,7 @@ class Group:
 class Row:
     """A segment of a rollout as the trainer sees it."""
 
-    prompt_ids: Ids = field(converter=_ids, eq=_SAME_IDS, hash=False)
+    prompt_ids: Ids = field(converter=_ids, eq=_SAME_NUMBERS, hash=False)
     """Tokens of the prompt, int32 [P]; any sequence of whole numbers is converted."""
     tokens: Tokens
     """All tokens after the prompt; the sampled ones are trained."""
@@ -774,9 +767,7 @@ class Row:
     """Identifier that is equal for the rows of one rollout, its segments; None: it has no other row."""
     correct: bool = False
     """Whether its rollout is right: a success, or a reward above 0 if its environment declares no success."""
-    token_advantages: NDArray[np.float32] | None = field(
-        default=None, eq=cmp_using(eq=_same_numbers), hash=False
-    )
+    token_advantages: NDArray[np.float32] | None = field(default=None, eq=_SAME_NUMBERS, hash=False)
     """Advantage of each sampled token, float32; None if all have ``advantage``."""
     hint_prefix: tuple[int, ...] = field(default=(), converter=_tuple)
     """The same of its rollout; only scores in the hinted context read these tokens."""

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_core.contracts.errors import ChildDied, DeadlineExceeded, EngineError, GrpoError, WeightSyncError
-from grpo_core.contracts.incidents import IncidentKind, report
+from grpo_core.contracts.events import IncidentKind
+from grpo_core.contracts.incidents import report
 from grpo_core.contracts.records import Completion, EngineSetup, GenerationRequest, Weights
 from grpo_core.engines import wire
 from grpo_core.processes.child import Child

@@ -18,7 +18,7 @@ WINDOW = 200
 """Number of recent calls for the error rate."""
 
 IN_A_ROW = 20
-"""Number of failures in a row that end the run."""
+"""Number of failures in a row that end the run, unless ``max_error_rate`` is 1."""
 
 
 def failures_of_calls(rollouts: Sequence[Rollout], *, needs_group: bool) -> list[Rollout | None]:
@@ -42,15 +42,13 @@ class ErrorBudget:
     Args:
         task: name of the task in the message.
         max_error_rate: allowed fraction of failures in the newest ``WINDOW`` calls; 1 allows everything.
-        in_a_row: the run ends after this many consecutive failures, unless ``max_error_rate`` is 1.
     """
 
-    def __init__(self, task: str, max_error_rate: float, *, in_a_row: int = IN_A_ROW) -> None:
+    def __init__(self, task: str, max_error_rate: float) -> None:
         self._task = task
         self._max_error_rate = max_error_rate
         self._allowed = int(max_error_rate * WINDOW + 1e-9)
         self._failed: deque[bool] = deque(maxlen=WINDOW)
-        self._in_a_row = in_a_row
         self._streak = 0
         self._first: Rollout | None = None
 
@@ -80,7 +78,7 @@ class ErrorBudget:
     def _broken_rule(self) -> str:
         """Return the rule that the last failure broke, or ""."""
         count, limit = sum(self._failed), f"environment.max_error_rate is {self._max_error_rate:g}"
-        if self._streak >= self._in_a_row and self._max_error_rate < 1:
+        if self._streak >= IN_A_ROW and self._max_error_rate < 1:
             return (
                 f"{self._streak} calls of its environment in a row failed, which ends a run at any "
                 f"max_error_rate below 1 ({limit})"

@@ -12,11 +12,10 @@ import asyncio
 import contextlib
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from attrs import evolve, field, frozen
+from attrs import evolve
 
 from grpo_core.config import EnvironmentConfig
 from grpo_core.contracts.errors import ConfigError, PluginError
@@ -79,19 +78,6 @@ class Places:
                 turn.set_result(worker)
             else:
                 self._waiting.append((home, turn))
-
-
-@frozen(kw_only=True)
-class EnvironmentSpec:
-    """The specification of one worker of a task's environment, sent to its process."""
-
-    task: str
-    env: str
-    """Name of the environment, as in ``math:sort``."""
-    options: Mapping[str, Any] = field(factory=dict)
-    config: EnvironmentConfig = field(factory=EnvironmentConfig)
-    log: Path | None = None
-    """File for the environment's output."""
 
 
 ENOUGH = 64

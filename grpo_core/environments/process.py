@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from attrs import evolve
+from attrs import evolve, field, frozen
 
 from grpo_core.config import EnvironmentConfig
 from grpo_core.contracts.errors import (
@@ -55,17 +55,29 @@ KEY = "environment.env_vars"
 """Configuration key in messages about environment variables."""
 
 
+@frozen(kw_only=True)
+class EnvironmentSpec:
+    """The specification of one worker of a task's environment."""
+
+    task: str
+    """Name of the task, which is set on its prompts."""
+    env: str
+    """Name of the environment, as in ``math:sort``."""
+    options: Mapping[str, Any] = field(factory=dict)
+    """Options of the environment's factory."""
+    config: EnvironmentConfig = field(factory=EnvironmentConfig)
+    log: Path | None = None
+    """File for the environment's output."""
+
+
 class EnvironmentProcess:
     """An ``EnvironmentClient`` whose environment lives in a killable child process without CUDA.
 
     Every method but ``aclose`` starts the process if needed.
 
     Args:
-        task: name of the task, which is set on its prompts.
-        spec: the environment's name, as in ``math:sort``.
-        options: options of the environment's factory.
+        spec: the environment.
         plugins: selection of the plugins to load in its process.
-        log: file for the environment's output.
         host: the plugins of this process; the environment then runs on a thread here (``ThreadChild``).
     """
 
@@ -73,28 +85,22 @@ class EnvironmentProcess:
 
     def __init__(
         self,
-        task: str,
-        spec: str,
-        options: Mapping[str, Any] | None = None,
+        spec: EnvironmentSpec,
         *,
-        config: EnvironmentConfig | None = None,
         plugins: PluginSelection = ALL_PLUGINS,
-        log: Path | None = None,
         host: PluginHost | None = None,
     ) -> None:
-        self.task = task
+        self.spec = spec
         self.player: Player | None = None
         self.starts = 0
-        self._config = config or EnvironmentConfig()
         self._made_with: dict[str, Any] = {
-            "task": task,
-            "spec": spec,
-            "options": dict(options or {}),
-            "plugins": evolve(plugins, elsewhere=bool(self._config.python)),
-            "concurrency": self._config.concurrency,
-            "deadline": self._config.deadline,
+            "task": spec.task,
+            "spec": spec.env,
+            "options": dict(spec.options),
+            "plugins": evolve(plugins, elsewhere=bool(spec.config.python)),
+            "concurrency": spec.config.concurrency,
+            "deadline": spec.config.deadline,
         }
-        self._log = log
         self._host = host
         self._child: Child | None = None
         self._closed = False
@@ -109,7 +115,7 @@ class EnvironmentProcess:
         """Whether it died while only one call was running."""
         self._closing: list[str] = []
         self._closer: asyncio.Task[None] | None = None
-        self._name = f"environment of task {task!r}"
+        self._name = f"environment of task {spec.task!r}"
         self._services = Services(self._name, None)
         self._dispatcher = Dispatcher(self, self._name)
         """The queue of those who have no pool: they wait for no service."""
@@ -267,7 +273,7 @@ class EnvironmentProcess:
         async def ask() -> Any:
             child = await self._started()
             try:
-                return await child.call(method, argument, seconds=self._config.start_deadline)
+                return await child.call(method, argument, seconds=self.spec.config.start_deadline)
             except ChildDied as error:
                 self._failure(child, error, self._slots.number)
                 raise
@@ -295,14 +301,14 @@ class EnvironmentProcess:
                 raise self._cannot_start(error) from error
 
     def _cannot_start(self, error: GrpoError) -> PluginError:
-        return PluginError(f"task {self.task!r}: the environment cannot be started: {error}")
+        return PluginError(f"task {self.spec.task!r}: the environment cannot be started: {error}")
 
     async def _start(self) -> Child:
         """Start a child.  Raises ChildDied, PluginError, ConfigError."""
         self.starts += 1
-        python = self._config.python
+        python = self.spec.config.python
         interpreter = await asyncio.to_thread(Interpreter.find, python) if python else None
-        given = from_here(self._config.env_vars, KEY)
+        given = from_here(self.spec.config.env_vars, KEY)
         child: Child
         if self._host is not None:
             make = partial(made, **self._made_with, host=self._host)
@@ -314,12 +320,12 @@ class EnvironmentProcess:
                 name=self._name,
                 # with the same hashes in each process, a set of strings has the same order
                 environ={"CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0", **given},
-                mask=Mask({**secrets.mask().values, **variables_of(self._config.env_vars, KEY)}),
-                log=self._log,
+                mask=Mask({**secrets.mask().values, **variables_of(self.spec.config.env_vars, KEY)}),
+                log=self.spec.log,
                 interpreter=interpreter,
             )
         try:
-            description: Description = await child.started(seconds=self._config.start_deadline)
+            description: Description = await child.started(seconds=self.spec.config.start_deadline)
         except BaseException as error:
             await child.aclose(seconds=0)
             if isinstance(error, DeadlineExceeded):

@@ -89,9 +89,9 @@ if TYPE_CHECKING:
     from grpo_core.engines.wrapped import BackgroundMetrics as BackgroundMetrics
     from grpo_core.environments.dispatcher import Service as Service
     from grpo_core.environments.host import evaluate_of as evaluate_of
-    from grpo_core.environments.pool import EnvironmentSpec as EnvironmentSpec
     from grpo_core.environments.pool import EnvironmentWorker as EnvironmentWorker
     from grpo_core.environments.process import EnvironmentProcess as EnvironmentProcess
+    from grpo_core.environments.process import EnvironmentSpec as EnvironmentSpec
     from grpo_core.loop.schedule import rate as rate
     from grpo_core.models import files as files
     from grpo_core.plugins.host import PluginHost as PluginHost

@@ -31,7 +31,8 @@ from grpo_core.contracts.errors import (
     EngineError,
     plugin_errors,
 )
-from grpo_core.contracts.incidents import IncidentKind, report
+from grpo_core.contracts.events import IncidentKind
+from grpo_core.contracts.incidents import report
 from grpo_core.contracts.playing import EnvironmentClient, completed, derive_seed
 from grpo_core.contracts.protocols import Engine, Renderer
 from grpo_core.contracts.records import EndReason, Judgement, Limits, Message, Prompt, Rollout, SessionStart

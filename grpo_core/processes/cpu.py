@@ -7,7 +7,6 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -139,16 +138,9 @@ class FreedMemory:
 
     That memory grows while steps have new shapes: a trainer of 135 million parameters, which uses 1.7 GB, had
     1.3 GB of it after two steps and 1.9 GB after seven.
-
-    Args:
-        resident: returns the resident bytes of the process.
-        give_back: returns all freed memory to the system.
     """
 
-    def __init__(
-        self, resident: Callable[[], int] | None = None, give_back: Callable[[], None] = return_freed_memory
-    ) -> None:
-        self._resident, self._give_back = resident or memory.resident, give_back
+    def __init__(self) -> None:
         self._needed: int | None = None
 
     def limit(self) -> None:
@@ -156,11 +148,11 @@ class FreedMemory:
 
         That step allocates new pages, so a return after each step would slow down all of them.
         """
-        now = self._resident()
+        now = memory.resident()
         if self._needed is None:
             self._needed = now
         elif now > self._needed + GROWN:
-            self._give_back()
+            return_freed_memory()
             self._needed = None
 
 

@@ -209,9 +209,8 @@ class Client:
                 f"{what}: no WebSocket: status {error.status}: {self._said(error.message)}"
             ) from error
         except aiohttp.ClientResponseError as error:
-            secure = (
-                "; the server expects https://" if "\\x15\\x03" in error.message else ""
-            )  # an alert of TLS
+            is_tls = "\\x15\\x03" in error.message  # the beginning of an alert
+            secure = "; the server expects https://" if is_tls else ""
             raise ServiceError(
                 f"{what}: the answer is not HTTP: {self._said(error.message)}{secure}"
             ) from error

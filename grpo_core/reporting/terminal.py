@@ -59,13 +59,12 @@ class Now:
     """Follows the events of a run, and describes its current activity."""
 
     clock: Callable[[], float] = time.monotonic
-    _text: str = field(init=False, default="starting")
+    _text: str | None = field(init=False, default="starting")
+    """The current activity; None waits for groups."""
     part: float | None = field(init=False, default=None)
     """Share of the current activity that is done, if it is known."""
     _since: float = field(init=False, default=0.0)
     """Start of the current activity."""
-    _waits: bool = field(init=False, default=False)
-    """Whether it waits for groups."""
     _ready: int = field(init=False, default=0)
     """Number of groups that wait to be trained."""
     _wanted: int = field(init=False, default=0)
@@ -94,7 +93,8 @@ class Now:
                 self._in_order = event.config.get("pipeline", {}).get("policy") == "in_order"
                 self._is("starting")
             case events.StageBegan() if event.stage == WAITS:
-                self._wait(event.step)
+                self._version = event.step
+                self._is(None)
             case events.StageBegan() if event.stage not in BRIEF:
                 words = WORDS.get(event.stage, event.stage.replace("{", "{{").replace("}", "}}"))
                 self._is(words.format(version=event.step, next=event.step + 1))
@@ -115,7 +115,7 @@ class Now:
     def text(self) -> str:
         """Describe the current activity; "" if the run has ended."""
         seconds = self.clock() - self._since
-        text = self._of_groups() if self._waits else self._text
+        text = self._of_groups() if self._text is None else self._text
         return text if self._ended or not text or seconds < SHOWN_FROM else f"{text} ({seconds:.0f} s)"
 
     def checkpoint(self) -> str:
@@ -127,14 +127,9 @@ class Now:
         seconds = self.clock() - since
         return f"writing step {version}" + (f" ({seconds:.0f} s)" if seconds >= SHOWN_FROM else "")
 
-    def _is(self, text: str) -> None:
-        if text != self._text or self._waits:
-            self._text, self._since, self._waits, self.part = text, self.clock(), False, None
-
-    def _wait(self, version: int) -> None:
-        self._version = version
-        if not self._waits:
-            self._waits, self._since, self.part = True, self.clock(), None
+    def _is(self, text: str | None) -> None:
+        if text != self._text:
+            self._text, self._since, self.part = text, self.clock(), None
 
     def _of_groups(self) -> str:
         ready, wanted = self._ready, self._wanted
@@ -307,13 +302,13 @@ class TerminalTracker(Tracker):
                 self.say(f"warning, step {event.step}: {event.message}")
             case events.IncidentReported():
                 self._time = event.time
-                self._incidents.receive(event, event.count)
+                self._incidents.receive(event)
             case events.RunEnded() if survived := self._incidents.counts:
                 self.say(f"recovered in this run from {by_kind(survived)} (events.jsonl has each)")
 
-    def _say_incident(self, event: events.IncidentReported, count: int) -> None:
+    def _say_incident(self, event: events.IncidentReported) -> None:
         what = "waits" if event.kind == "unavailable" else "survived"
-        self.say(f"{what}, step {event.step}: {line_of(event.component, event.message, count)}")
+        self.say(f"{what}, step {event.step}: {line_of(event)}")
 
     def _count(self, event: events.StepEnded) -> None:
         """Keep the time and the numbers of a step."""

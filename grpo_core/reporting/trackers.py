@@ -15,7 +15,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from attrs import asdict, evolve, fields
+from attrs import evolve, fields
 
 from grpo_core.config import Config, TrackingConfig
 from grpo_core.contracts import events
@@ -29,7 +29,7 @@ from grpo_core.contracts.errors import (
     fault_of,
     shortened,
 )
-from grpo_core.contracts.incidents import Incident, IncidentCounts
+from grpo_core.contracts.incidents import IncidentCounts
 from grpo_core.contracts.protocols import Tracker
 from grpo_core.contracts.records import RunInfo
 from grpo_core.environments.outages import JITTER, Outage, unavailable
@@ -56,25 +56,23 @@ Item = events.Event | Callable[[], None] | None
 
 
 class Trackers:
-    """The trackers of a run.  Make it inside the event loop; every method but ``emit`` belongs to that loop.
+    """The trackers of a run.
 
-    Args:
-        trackers: by name; others may be added.
+    Make it inside the event loop; every method but ``emit`` belongs to that loop.
     """
 
-    def __init__(self, trackers: Mapping[str, Tracker] = MappingProxyType({})) -> None:
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._failed = asyncio.Event()
         self._error: TrackingError | None = None
         self.step = 0
         self.incidents = IncidentCounts(self._tell)
-        """Counts the incidents of ``report``, and emits them as events."""
+        """Counts incidents, and emits them as events, alone or with others of their kind."""
         self._threads: list[TrackerThread] = []
         self._metrics: dict[str, float] = {}
         self._reason = ""
         self._end: Callable[[str], None] | None = None
         self._closing = False
-        self.add(trackers)
 
     def add(self, trackers: Mapping[str, Tracker], states: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Start trackers, by name, each with its state in the checkpoint of a resumed run, if it has one."""
@@ -168,10 +166,6 @@ class Trackers:
         """Emit the stage of the loop that begins."""
         self.emit(events.StageBegan(step=self.step, stage=stage))
 
-    def report(self, incident: Incident) -> None:
-        """Count an incident, and send it to all trackers as an event, alone or with others of its kind."""
-        self.incidents.receive(incident)
-
     async def flush(self) -> None:
         """Return when the working required trackers have handled every event so far.
 
@@ -215,8 +209,8 @@ class Trackers:
         """Whether all trackers have handled everything, and were closed."""
         return all(thread.ended for thread in self._threads)
 
-    def _tell(self, incident: Incident, count: int) -> None:
-        self.emit(events.IncidentReported(step=self.step, count=count, **asdict(incident, recurse=False)))
+    def _tell(self, incident: events.IncidentReported) -> None:
+        self.emit(evolve(incident, step=self.step))
 
     def _required(self) -> list[TrackerThread]:
         return [thread for thread in self._threads if thread.required]

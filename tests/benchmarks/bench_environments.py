@@ -26,7 +26,7 @@ from bare import bare_venv
 from grpo_core.app.sourced import SourcedProcess
 from grpo_core.config import EnvironmentConfig, TaskConfig
 from grpo_core.contracts.records import Episode, Prompt
-from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.environments.process import EnvironmentProcess, EnvironmentSpec
 from grpo_plugin_math.exercises import sort
 from grpo_plugin_math.gsm8k import GSM8K
 
@@ -93,7 +93,9 @@ async def measure() -> None:
             ("string comparison", sort(), "math:sort", "", lambda prompt, _: str(prompt.answer)),
         ]
         for name, here, spec, data, say in cases:
-            there = SourcedProcess("bench", spec, {}, data=TaskConfig(env=spec, data=data))
+            there = SourcedProcess(
+                EnvironmentSpec(task="bench", env=spec), data=TaskConfig(env=spec, data=data)
+            )
             try:
                 ratio, direct, child = await compared(here, there, say)
             finally:
@@ -125,8 +127,9 @@ async def measure_interpreter() -> None:
         file.write_text(COPYING)
         bare_venv(Path(scratch) / "bare")
         python = str(Path(scratch) / "bare")
-        here = EnvironmentProcess("here", f"{file}:Copying")
-        there = EnvironmentProcess("there", f"{file}:Copying", config=EnvironmentConfig(python=python))
+        here = EnvironmentProcess(EnvironmentSpec(task="here", env=f"{file}:Copying"))
+        config = EnvironmentConfig(python=python)
+        there = EnvironmentProcess(EnvironmentSpec(task="there", env=f"{file}:Copying", config=config))
         try:
             ratio, _, _ = await compared(here, there, lambda prompt, _: str(prompt.answer))
         finally:

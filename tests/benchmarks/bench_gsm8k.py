@@ -17,7 +17,7 @@ from pathlib import Path
 from grpo_core.app.sourced import SourcedProcess
 from grpo_core.config import EnvironmentConfig, TaskConfig
 from grpo_core.contracts.records import Episode, Feedback, Prompt
-from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.environments.process import EnvironmentProcess, EnvironmentSpec
 
 BATCH = 64
 SLOWEST = 10.0
@@ -56,7 +56,7 @@ async def measure(directory: Path) -> None:
     files = [str(directory / name) for name in ("train.jsonl", "test.jsonl")]
     data = TaskConfig(env="math:gsm8k", data=files[0], validation_data=files[1])
     config = EnvironmentConfig(deadline=120.0)
-    process = SourcedProcess("gsm8k", "math:gsm8k", {}, config=config, data=data)
+    process = SourcedProcess(EnvironmentSpec(task="gsm8k", env="math:gsm8k", config=config), data=data)
     try:
         prompts = [*await process.prompts("train"), *await process.prompts("validation")]
         solutions = [str(prompt.info["solution"]) for prompt in prompts]

@@ -24,7 +24,7 @@ from grpo_core.config import EnvironmentConfig
 from grpo_core.contracts.protocols import Environment
 from grpo_core.contracts.records import Episode, Feedback, Prompt
 from grpo_core.environments.pool import EnvironmentPool
-from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.environments.process import EnvironmentProcess, EnvironmentSpec
 from grpo_core.plugins.installed import PluginSelection
 
 ROLLOUTS, GROUP = 128, 8
@@ -90,13 +90,10 @@ async def timed(awaitable) -> float:
 async def compare(name: str, steps: list[list[list[float]]], concurrency: int, limit: float | None) -> None:
     """Print the seconds of a step, and their ratio to the ideal, summed over the steps."""
     config = EnvironmentConfig(concurrency=concurrency)
-    process = EnvironmentProcess(
-        "bench",
-        f"{__file__}:Judge",
-        {"turns": len(steps[0][0])},
-        config=config,
-        plugins=PluginSelection(allow=()),
+    spec = EnvironmentSpec(
+        task="bench", env=f"{__file__}:Judge", options={"turns": len(steps[0][0])}, config=config
     )
+    process = EnvironmentProcess(spec, plugins=PluginSelection(allow=()))
     pool = EnvironmentPool([process], config)
     await pool.start()
     try:

@@ -20,7 +20,6 @@ from grpo_core.contracts.errors import GrpoError, TrackingError, describe, fault
 from grpo_core.contracts.events import (
     ErrorRaised,
     Event,
-    IncidentReported,
     RunEnded,
     RunStarted,
     StepEnded,
@@ -102,10 +101,7 @@ class _Run:
         )
         loop, timeline = asyncio.get_running_loop(), Timeline()
         self._incidents = IncidentCounts(
-            lambda incident, count: self.emit(
-                IncidentReported(step=self.step, count=count, **asdict(incident, recurse=False))
-            ),
-            loop.time,
+            lambda incident: self.emit(evolve(incident, step=self.step)), loop.time
         )
         with reported_to(self._incidents.receive), recorded_by(timeline):
             timeline.stage("start")

@@ -18,7 +18,7 @@ from grpo_core import losses
 from grpo_core.config import build, parse_setting
 from grpo_core.config.meanings import meanings
 from grpo_core.contracts.errors import ConfigError
-from grpo_core.contracts.loss import LossInputs, LossSetting, needs_of, problems_of, remarks_of
+from grpo_core.contracts.loss import LossInputs, LossSetting, Remark, check_options, needs_of
 from grpo_core.plugins.host import PluginHost
 from grpo_plugin_algorithms import losses as further
 from grpo_plugin_algorithms.corrections import (
@@ -73,6 +73,14 @@ CORRECTED: list[dict[str, Any]] = [
     {"correction": kind(floor=0.9, cap=1.1)}
     for kind in (TokenTruncate, TokenMask, SequenceTruncate, SequenceMask, GeometricMask)
 ]
+
+
+def problems_of(loss: Any, options: dict[str, Any], setting: LossSetting) -> list[str]:
+    return [each for each in check_options(loss, options, setting) if isinstance(each, str)]
+
+
+def remarks_of(loss: Any, options: dict[str, Any], setting: LossSetting) -> list[Remark]:
+    return [each for each in check_options(loss, options, setting) if isinstance(each, Remark)]
 
 
 @pytest.fixture(autouse=True, scope="module")

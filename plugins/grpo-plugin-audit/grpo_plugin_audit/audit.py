@@ -10,8 +10,7 @@ from typing import Any
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core import ConfigError, GrpoError, Prompt
-from grpo_core.contracts.incidents import Incident
+from grpo_core import ConfigError, GrpoError, Prompt, events
 from grpo_core.kit import EnvironmentWorker
 from grpo_plugin_audit import behaviour, misses, replies, rewards, texts
 from grpo_plugin_audit.player import Player
@@ -72,7 +71,7 @@ class Audit:
     make: Callable[[], EnvironmentWorker]
     max_batch: int
     extent: Extent
-    incidents: list[Incident] = field(factory=list)
+    incidents: list[events.IncidentReported] = field(factory=list)
     pause: float = 0.23
     clock: Callable[[], float] = time.monotonic
     player: Player = field(init=False)

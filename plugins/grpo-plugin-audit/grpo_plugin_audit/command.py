@@ -14,11 +14,10 @@ from attrs import asdict, evolve
 from rich.console import Console
 from rich.text import Text
 
-from grpo_core import ConfigError, GrpoError, __version__
+from grpo_core import ConfigError, GrpoError, __version__, events
 from grpo_core.app import sourced
 from grpo_core.config import parse_settings
-from grpo_core.contracts.incidents import Incident
-from grpo_core.kit import PluginHost, aio, reported_to
+from grpo_core.kit import EnvironmentSpec, PluginHost, aio, reported_to
 from grpo_core.plugins.options import Settings, Words
 from grpo_core.processes.secrets import inert
 from grpo_plugin_audit.audit import STARTUP, Audit, Extent
@@ -131,13 +130,10 @@ async def findings(
     """Audit an environment in its own process; ``options`` may contain sections of a run's configuration."""
     sections = sourced.pop_sections(options)
     config = sections.environment
-    incidents: list[Incident] = []
+    incidents: list[events.IncidentReported] = []
     make = partial(
         sourced.SourcedProcess,
-        "audit",
-        name,
-        options,
-        config=config,
+        EnvironmentSpec(task="audit", env=name, options=options, config=config),
         plugins=host.selection,
         data=sections.task,
     )

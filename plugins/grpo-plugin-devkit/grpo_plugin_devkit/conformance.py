@@ -15,9 +15,8 @@ from typing import Any, Protocol, TypeVar
 
 from attrs import define, evolve, field
 
-from grpo_core import Episode, PluginError, Prompt, Rollout, advantages
+from grpo_core import Episode, PluginError, Prompt, Rollout, advantages, events
 from grpo_core.config import EnvironmentConfig
-from grpo_core.contracts.incidents import Incident
 from grpo_core.kit import EnvironmentWorker, Judgement
 from grpo_core.text.response_formats import assistant_message
 from grpo_plugin_devkit.agents import play_agent, play_side_by_side
@@ -83,7 +82,7 @@ class Conformance(Contract):
     make: Callable[[], EnvironmentWorker]
     wait: Wait
     max_batch: int = EnvironmentConfig().max_batch
-    incidents: list[Incident] = field(factory=list)
+    incidents: list[events.IncidentReported] = field(factory=list)
     side_by_side: bool = True
     environment: EnvironmentWorker = field(init=False)
     some: list[Prompt] = field(factory=list)

@@ -16,10 +16,9 @@ import inspect
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
-from grpo_core import ConfigError, GrpoError
+from grpo_core import ConfigError, GrpoError, events
 from grpo_core.app import sourced
-from grpo_core.contracts.incidents import Incident
-from grpo_core.kit import PluginSelection, reported_to
+from grpo_core.kit import EnvironmentSpec, PluginSelection, reported_to
 from grpo_core.testing import HostedEnvironment, finished
 from grpo_plugin_devkit.conformance import Conformance
 from grpo_plugin_devkit.contracts import Finding
@@ -76,7 +75,7 @@ def name_of(environment: Any) -> str:
 
 def environment_findings(make: Callable[[], Any]) -> list[Finding]:
     """Return the findings of ``grpo_plugin_devkit.conformance`` about an environment in this process."""
-    incidents: list[Incident] = []
+    incidents: list[events.IncidentReported] = []
     with reported_to(incidents.append), contextlib.closing(asyncio.Runner()) as runner:
 
         def wait(coroutine: Coroutine[Any, Any, Any]) -> Any:  # the server for the agent needs a running loop
@@ -109,14 +108,11 @@ def findings_by_name(
     config = sections.environment
     make = functools.partial(
         sourced.SourcedProcess,
-        "check",
-        name,
-        own,
-        config=config,
+        EnvironmentSpec(task="check", env=name, options=own, config=config),
         plugins=plugins or PluginSelection(),
         data=sections.task,
     )
-    incidents: list[Incident] = []
+    incidents: list[events.IncidentReported] = []
     with reported_to(incidents.append), asyncio.Runner() as runner:
         conformance = Conformance(make, runner.run, max_batch=config.max_batch, incidents=incidents)
         try:

@@ -7,7 +7,7 @@ import pytest
 
 from grpo_core import Episode, GrpoError, Prompt
 from grpo_core.config import EnvironmentConfig
-from grpo_core.kit import EnvironmentProcess
+from grpo_core.kit import EnvironmentProcess, EnvironmentSpec
 from grpo_core.testing import HostedEnvironment, make_offer
 
 PARTS = '''
@@ -234,8 +234,9 @@ def most_at_once(parts, concurrency=None, **given):
 
     async def story():
         names = {name: {"env": parts.file + kind} for name, kind in given.items()}
+        config = EnvironmentConfig(concurrency=concurrency)
         process = EnvironmentProcess(
-            "play", "compose", {"parts": names}, config=EnvironmentConfig(concurrency=concurrency)
+            EnvironmentSpec(task="play", env="compose", options={"parts": names}, config=config)
         )
         try:
             prompts = await process.prompts("train")

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 import grpo_core as grpo
-from grpo_core.kit import EnvironmentProcess
+from grpo_core.kit import EnvironmentProcess, EnvironmentSpec
 from grpo_core.testing import make_offer, run
 from grpo_plugin_judge.asking import Asker, JudgeModel, Pace, whole
 from grpo_plugin_judge.cache import Cache
@@ -439,7 +439,7 @@ def test_a_run_judges_many_replies_at_once_and_the_key_comes_from_a_variable(mon
         async with serving() as judges:
             options = {"rubric": "?", "model": "slow", "url": judges.url, "key_variable": "SALT_KEY",
                        "requests_at_once": 5}  # fmt: skip
-            process = EnvironmentProcess("salt", "judge:openai", options)
+            process = EnvironmentProcess(EnvironmentSpec(task="salt", env="judge:openai", options=options))
             await process.start()
             try:
                 feedback = await process.evaluate([episode(f"{i} please") for i in range(20)])

@@ -22,7 +22,7 @@ from aiohttp import web
 from serving import serving
 
 import grpo_core as grpo
-from grpo_core.kit import EnvironmentProcess
+from grpo_core.kit import EnvironmentProcess, EnvironmentSpec
 from grpo_core.testing import HostedEnvironment, make_offer
 from grpo_plugin_nemo_gym.environment import NeMoGym
 from grpo_plugin_nemo_gym.responses import messages_of, response_of
@@ -503,7 +503,8 @@ def test_rollouts_wait_for_the_server_at_the_same_time():
     with serving(Server().app) as url:
 
         async def story():
-            process = EnvironmentProcess("count", f"nemo_gym:{url}", {"retries": 0})
+            spec = EnvironmentSpec(task="count", env=f"nemo_gym:{url}", options={"retries": 0})
+            process = EnvironmentProcess(spec)
             await process.start()
             try:
                 prompt = grpo.Prompt(messages="-", info={"row": row(expected_count=2), "observation": ""})

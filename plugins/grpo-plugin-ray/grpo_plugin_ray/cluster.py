@@ -10,15 +10,14 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from attrs import evolve, field, frozen
 
-from grpo_core import ChildDied, ConfigError, EngineError, GrpoError, PluginError
-from grpo_core.contracts.incidents import Incident
+from grpo_core import ChildDied, ConfigError, EngineError, GrpoError, PluginError, events
 from grpo_core.kit import PluginSelection, report
 from grpo_core.plugins import offers
 from grpo_core.processes.served import RemoteTraceback
@@ -33,6 +32,8 @@ ENVIRON_ALONE = {
 """Environment variables of a local cluster, which Ray reads during its import."""
 REACH = 10.0
 """Time limit in seconds for the first answer of a cluster."""
+Incidents = list[events.IncidentReported]
+"""Incidents of a worker, which the driver reports again."""
 
 
 @contextlib.contextmanager
@@ -197,7 +198,7 @@ async def answer_of(reference: Any, *, who: str, kept: type[Exception] = GrpoErr
         raise ChildDied(f"{who} is gone: {brief(error)}") from error
 
 
-def report_again(incidents: Iterable[Incident], name: str, who: str) -> None:
+def report_again(incidents: Incidents, name: str, who: str) -> None:
     """Report a worker's incidents to the driver's run.
 
     Args:

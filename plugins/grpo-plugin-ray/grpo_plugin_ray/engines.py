@@ -32,12 +32,11 @@ from grpo_core import (
     Weights,
     WeightSyncError,
 )
-from grpo_core.contracts.incidents import Incident
 from grpo_core.engines import wire
 from grpo_core.engines.wrapped import engine_metrics
 from grpo_core.kit import BackgroundMetrics, PluginHost, reported_to, transport_of
 from grpo_core.storage import copies
-from grpo_plugin_ray.cluster import PluginRequirement, brief, call, load, report_again, where
+from grpo_plugin_ray.cluster import Incidents, PluginRequirement, brief, call, load, report_again, where
 
 LINGER = 0.005
 """Seconds that a finished completion waits for others to share a call."""
@@ -75,7 +74,7 @@ class EngineWorker:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._finished: list[tuple[int, wire.Packed | None, str]] = []
         self._some = asyncio.Event()
-        self._incidents: list[Incident] = []
+        self._incidents: Incidents = []
         """Incidents since the last answer."""
 
     async def start(self) -> str:
@@ -88,7 +87,7 @@ class EngineWorker:
         self._engine = host.make("engine", made_from.origin.name, made_from.setup, **made_from.options)
         return self._who
 
-    async def update_weights(self, weights: Weights, data: Any) -> tuple[list[Incident], dict[str, Any]]:
+    async def update_weights(self, weights: Weights, data: Any) -> tuple[Incidents, dict[str, Any]]:
         """Update the engine's weights.
 
         Returns the incidents since the last answer, and what the engine then says of itself.
@@ -117,7 +116,7 @@ class EngineWorker:
             if (task := self._running.pop(ticket, None)) is not None:
                 task.cancel()
 
-    async def collect(self) -> tuple[list[tuple[int, wire.Packed | None, str]], list[Incident]]:
+    async def collect(self) -> tuple[list[tuple[int, wire.Packed | None, str]], Incidents]:
         """Wait for finished requests.
 
         Returns pairs of ticket and completion or error, and the incidents since the last answer.
@@ -136,7 +135,7 @@ class EngineWorker:
         if self._engine is not None:
             await self._engine.aclose()
 
-    def _new_incidents(self) -> list[Incident]:
+    def _new_incidents(self) -> Incidents:
         incidents, self._incidents[:] = [*self._incidents], []
         return incidents
 
@@ -316,7 +315,7 @@ class RayEngine:
             self._death = EngineError(f"{self.name} died: {brief(error)}")
             self._fail_all(self._death)
 
-    def _report(self, incidents: Sequence[Incident]) -> None:
+    def _report(self, incidents: Incidents) -> None:
         report_again(incidents, self._name, self.name)
 
     def _fail_all(self, why: EngineError) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from attrs import evolve, frozen
@@ -17,11 +16,9 @@ from grpo_core import (
     PluginError,
     Prompt,
 )
-from grpo_core.config import EnvironmentConfig
-from grpo_core.contracts.incidents import Incident
 from grpo_core.contracts.records import SessionStart
-from grpo_core.kit import EnvironmentProcess, Judgement, report, reported_to
-from grpo_plugin_ray.cluster import PluginRequirement, answer_of, call, load, report_again, where
+from grpo_core.kit import EnvironmentProcess, EnvironmentSpec, Judgement, report, reported_to
+from grpo_plugin_ray.cluster import Incidents, PluginRequirement, answer_of, call, load, report_again, where
 
 MAX_DEATHS = 3
 """Number of consecutive deaths of workers without an answer after which the environment is given up."""
@@ -32,15 +29,12 @@ class EnvironmentSetup:
     """Everything that a worker needs to create its environment; plain data.
 
     Attributes:
-        variables: values of the environment variables in ``config.env_vars``.
+        variables: values of the environment variables in ``spec.config.env_vars``.
     """
 
-    task: str
+    spec: EnvironmentSpec
     origin: PluginRequirement
-    options: Mapping[str, Any]
-    config: EnvironmentConfig
     variables: Mapping[str, str]
-    log: str | None
 
 
 class RemoteEnvironment:
@@ -50,26 +44,19 @@ class RemoteEnvironment:
         self._who = f"{name} ({where()})"
         os.environ.update(made_from.variables)
         self._made_from = made_from
-        self._incidents: list[Incident] = []
+        self._incidents: Incidents = []
         """Incidents since the last answer."""
-        self._process = EnvironmentProcess(
-            made_from.task,
-            made_from.origin.name,
-            made_from.options,
-            config=made_from.config,
-            plugins=made_from.origin.plugins,
-            log=Path(made_from.log) if made_from.log else None,
-        )
+        self._process = EnvironmentProcess(made_from.spec, plugins=made_from.origin.plugins)
 
     async def start(self) -> Any:
         self._made_from.origin.check(self._who)
-        if self._made_from.log is not None:
-            Path(self._made_from.log).parent.mkdir(parents=True, exist_ok=True)
+        if (log := self._made_from.spec.log) is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
         with reported_to(self._incidents.append):
             await self._process.start()
         return evolve(self._process.about, who=self._who)
 
-    async def ask(self, method: str, *args: Any) -> tuple[Any, list[Incident]]:
+    async def ask(self, method: str, *args: Any) -> tuple[Any, Incidents]:
         """Call a method of ``EnvironmentProcess``; return its result and the incidents since the last one."""
         with reported_to(self._incidents.append):
             answer = await getattr(self._process, method)(*args)
@@ -168,7 +155,7 @@ class RayEnvironment:
             else:
                 return self._unpacked(answer)
 
-    def _unpacked(self, answer: tuple[Any, list[Incident]]) -> Any:
+    def _unpacked(self, answer: tuple[Any, Incidents]) -> Any:
         """Return the result in a worker's answer, and report its incidents."""
         result, incidents = answer
         self._deaths = 0
@@ -181,8 +168,9 @@ class RayEnvironment:
             while self._worker is None:
                 actor: Any = load().remote(RemoteEnvironment)
                 worker = actor.options(max_restarts=0, **self._resources).remote(self._name, self._made_from)
+                limit = self._made_from.spec.config.start_deadline
                 try:
-                    async with asyncio.timeout(self._made_from.config.start_deadline):
+                    async with asyncio.timeout(limit):
                         started = await call(worker, "start", who=self._name)
                 except ChildDied as error:
                     self._died(worker, error)
@@ -192,7 +180,7 @@ class RayEnvironment:
                     if not isinstance(error, TimeoutError):
                         raise
                     raise PluginError(
-                        f"{self._name}: not started within {self._made_from.config.start_deadline:g} s; it "
+                        f"{self._name}: not started within {limit:g} s; it "
                         f"needs {dict(self._resources)}, the cluster has {load().available_resources()} "
                         "free (environment.start_deadline)"
                     ) from error

@@ -130,19 +130,16 @@ class RayPlacement:
 
     def environment(self, number: int, spec: EnvironmentSpec) -> EnvironmentWorker:
         directory = self._plugins.selection.directory
+        if spec.config.python:
+            origin = PluginRequirement.elsewhere(spec.env, directory)
+        else:
+            origin = PluginRequirement.of(self._plugins.find("environment", spec.env), directory)
         return RayEnvironment(
             f"environment {spec.task} {number}",
             EnvironmentSetup(
-                task=spec.task,
-                origin=(
-                    PluginRequirement.elsewhere(spec.env, directory)
-                    if spec.config.python
-                    else PluginRequirement.of(self._plugins.find("environment", spec.env), directory)
-                ),
-                options=spec.options,
-                config=spec.config,
+                spec=evolve(spec, env=origin.name, log=spec.log and spec.log.resolve()),
+                origin=origin,
                 variables=interpreters.variables_of(spec.config.env_vars, "environment.env_vars"),
-                log=str(spec.log.resolve()) if spec.log else None,
             ),
             resources={"num_cpus": 1, "scheduling_strategy": STRATEGIES["spread"]},
         )

@@ -393,14 +393,9 @@ class Judge(Sort):
 def ray_environments(directory: Path, workers: int, name: str = "Sort") -> EnvironmentPool:
     (directory / "sort.py").write_text(SORT)
     config = EnvironmentConfig()
-    made_from = EnvironmentSetup(
-        task="sort",
-        origin=origin("environment", f"{directory}/sort.py:{name}"),
-        options={},
-        config=config,
-        variables={},
-        log=None,
-    )
+    env = f"{directory}/sort.py:{name}"
+    spec = EnvironmentSpec(task="sort", env=env, config=config)
+    made_from = EnvironmentSetup(spec=spec, origin=origin("environment", env), variables={})
     make = partial(RayEnvironment, made_from=made_from, resources={"num_cpus": 1})
     return EnvironmentPool([make(f"environment sort {i}") for i in range(workers)], config)
 
@@ -516,14 +511,9 @@ def test_agents_in_a_ray_worker_find_the_model_and_end_with_their_rollouts(ray, 
     """One of them hangs until its deadline; in the end, one takes its worker along."""
     (tmp_path / "agent.py").write_text(AGENT)
     config = EnvironmentConfig()
-    setup = EnvironmentSetup(
-        task="task",
-        origin=origin("environment", f"{tmp_path}/agent.py:Agent"),
-        options={},
-        config=config,
-        variables={},
-        log=None,
-    )
+    env = f"{tmp_path}/agent.py:Agent"
+    spec = EnvironmentSpec(task="task", env=env, config=config)
+    setup = EnvironmentSetup(spec=spec, origin=origin("environment", env), variables={})
     engine = FakeEngine(reply=lambda request, rng: "ab", latency=lambda rng: 0.0)
 
     async def played(pool, *answers, deadline=20.0):

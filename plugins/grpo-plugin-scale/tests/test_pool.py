@@ -13,8 +13,8 @@ from pooled import statistics
 from test_pipeline import Run
 
 from grpo_core.contracts.errors import EngineError, PluginError, WeightSyncError
-from grpo_core.contracts.events import StepEnded
-from grpo_core.contracts.incidents import Incident, report, reported_to
+from grpo_core.contracts.events import IncidentReported, StepEnded
+from grpo_core.contracts.incidents import report, reported_to
 from grpo_core.contracts.records import Canary, Completion, GenerationRequest, Weights
 from grpo_core.storage.copies import WeightsLease
 from grpo_core.testing import FakeEngine, run
@@ -32,7 +32,7 @@ class World:
         self.made: list[Worker] = []
         self.finished = Counter()
         self.asked = Counter()
-        self.incidents: list[Incident] = []
+        self.incidents: list[IncidentReported] = []
 
     def make(self, number):
         self.made.append(Worker(self, number))
