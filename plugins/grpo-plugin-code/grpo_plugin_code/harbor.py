@@ -8,7 +8,7 @@ import os
 import random
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -168,13 +168,10 @@ class Harbor(grpo.Environment):
         task = self._tasks[prompt.id]
         return Shell(self._systems.of(task), task.tree, self._seconds)
 
-    async def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
-        return list(await asyncio.gather(*(self._judged(episode) for episode in episodes)))
-
     async def aclose(self) -> None:
         await self._systems.aclose()
 
-    async def _judged(self, episode: grpo.Episode) -> grpo.Feedback:
+    async def score(self, episode: grpo.Episode) -> grpo.Feedback:
         shell: Shell = episode.session
         ran = await self._verified(self._systems, self._tasks[episode.prompt.id], shell._tree)
         rewards = rewards_of(ran)

@@ -114,13 +114,10 @@ class ShellTask(grpo.Environment):
         _, files = self._parts(prompt)
         return Shell(self._commands, packed(files))
 
-    async def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
-        return list(await asyncio.gather(*(self._judged(episode) for episode in episodes)))
-
     async def aclose(self) -> None:
         await self._commands.aclose()
 
-    async def _judged(self, episode: grpo.Episode) -> grpo.Feedback:
+    async def score(self, episode: grpo.Episode) -> grpo.Feedback:
         tests, _ = self._parts(episode.prompt)
         shell: Shell = episode.session
         passed = await asyncio.gather(*(self._passes(test, shell._tree) for test in tests))

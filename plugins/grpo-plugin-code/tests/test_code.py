@@ -52,7 +52,7 @@ def judged(*episodes, **options):
     async def story():
         environment = PythonCode(**{**SMALL, **options})
         try:
-            return await environment.evaluate(list(episodes))
+            return await asyncio.gather(*map(environment.score, episodes))
         finally:
             await environment.aclose()
 
@@ -109,7 +109,7 @@ def test_a_program_that_is_cancelled_leaves_nothing():
         environment = PythonCode(**SMALL)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.5):
-                await environment.evaluate([episode("while True: pass", PRINTS)])
+                await environment.score(episode("while True: pass", PRINTS))
         await environment.aclose()
 
     before = children()

@@ -109,15 +109,12 @@ class Judge(grpo.Environment):
     def solve(self, prompt: grpo.Prompt) -> str | None:
         return None
 
-    async def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
-        return list(await asyncio.gather(*(self._judge(episode) for episode in episodes)))
-
     async def aclose(self) -> None:
         for asker in self._askers:
             await asker.aclose()
         self._cache.close()
 
-    async def _judge(self, episode: grpo.Episode) -> grpo.Feedback:
+    async def score(self, episode: grpo.Episode) -> grpo.Feedback:
         messages = self._rubric.messages(episode)
         calls = [(asker, vote) for asker in self._askers for vote in range(self._votes)]
         answers = await asyncio.gather(
