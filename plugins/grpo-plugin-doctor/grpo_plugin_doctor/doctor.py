@@ -24,6 +24,7 @@ from grpo_core.app.model_sources import model_source
 from grpo_core.config import parse_settings, read_toml
 from grpo_core.kit import Config, PluginHost, aio, files, scratch_directory
 from grpo_core.plugins.options import AsJson, Settings, Words
+from grpo_core.processes.memory import resident
 from grpo_core.processes.secrets import inert
 from grpo_plugin_doctor import Health, machine, memory
 
@@ -87,7 +88,7 @@ def doctor(
     no_plugin
         Do not load this installed plugin; may be repeated.
     """
-    python = machine.resident()
+    python = resident()
     run: Config | None = None
     if config or model or env or engine or trainer or settings:
         changes: dict[str, Any] = {"tasks": launch.tasks_of(env)} if env else {}

@@ -101,11 +101,6 @@ def _fields(path: Path) -> dict[str, int]:
     return {match[1]: int(match[2]) for match in found if match}
 
 
-def resident(pid: int | str = "self", field: str = "VmRSS") -> int:
-    """Return the resident bytes of a process; 0 without Linux's files."""
-    return _fields(Path("/proc") / str(pid) / "status").get(field, 0) << 10
-
-
 # ---------------------------------------------------------------------------------- GPUs
 
 
