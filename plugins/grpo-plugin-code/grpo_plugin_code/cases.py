@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
 
 import grpo_core as grpo
-from grpo_core.kit import read_json
+from grpo_core.text.messages import parsed
 
 SHAPES = '{"input": "2", "output": "4"}, {"call": "double(2)", "expected": 4}, or "assert double(2) == 4"'
 
@@ -39,9 +38,7 @@ class Called:
 
 def cases_of(given: Any, where: str) -> list[Printed | Called]:
     """Parse the tests of a row, which may be JSON.  Raises PluginError for invalid tests."""
-    if isinstance(given, str):
-        with contextlib.suppress(ValueError):
-            given = read_json(given, object)
+    given = parsed(given)
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence) or not given:
         raise grpo.PluginError(f"code: {where}: tests are {given!r:.100}; expected a list of {SHAPES}")
     return [_case(each, f"{where}: test {number}") for number, each in enumerate(given, 1)]
