@@ -21,6 +21,7 @@ from grpo_core import GrpoError, ModelError, errors
 from grpo_core.app import launch
 from grpo_core.app.make import make
 from grpo_core.app.model_sources import model_source
+from grpo_core.app.provenance import installed
 from grpo_core.config import parse_settings, read_toml
 from grpo_core.kit import Config, PluginHost, aio, files, scratch_directory
 from grpo_core.plugins.options import AsJson, Settings, Words
@@ -127,7 +128,7 @@ def of_machine(gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
     )
     yield from _of_torch(gpus)
     for package, distributions in PACKAGES.items():
-        found = next(filter(None, map(machine.installed, distributions)), "not installed")
+        found = next(filter(None, map(installed, distributions)), "not installed")
         yield Check(name=package, found=found)
     yield Check(name="NCCL", found=machine.nccl() or "not installed")
     if (host := machine.host_memory()) is not None:
@@ -149,7 +150,7 @@ def of_machine(gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
 
 
 def _of_torch(gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
-    build, version = machine.build_of_torch(), machine.installed("torch")
+    build, version = machine.build_of_torch(), installed("torch")
     if build is None:
         yield Check(
             name="torch", found="not installed", status="problem",
