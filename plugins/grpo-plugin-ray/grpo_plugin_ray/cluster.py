@@ -11,13 +11,13 @@ import signal
 import socket
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from attrs import evolve, field, frozen
 
 from grpo_core import ChildDied, ConfigError, EngineError, GrpoError, PluginError
-from grpo_core.app.provenance import installed
 from grpo_core.contracts.incidents import Incident
 from grpo_core.kit import PluginSelection, report
 from grpo_core.plugins import offers
@@ -114,10 +114,10 @@ class PluginRequirement:
     @classmethod
     def of(cls, selected: offers.Selected, directory: str = "") -> PluginRequirement:
         plugin = selected.plugin
-        distributions = () if installed(plugin.distribution) is None else (plugin.distribution,)
-        allow = () if plugin.distribution == "grpo-core" else distributions
+        installed = (plugin.distribution,) if _version(plugin.distribution) != MISSING else ()
+        allow = () if plugin.distribution == "grpo-core" else installed
         plugins = PluginSelection(allow=allow, directory=directory)
-        return evolve(cls.software(*distributions), name=absolute(selected.name), plugins=plugins)
+        return evolve(cls.software(*installed), name=absolute(selected.name), plugins=plugins)
 
     @classmethod
     def elsewhere(cls, name: str, directory: str) -> PluginRequirement:
@@ -145,8 +145,14 @@ class PluginRequirement:
             )
 
 
+MISSING = "is not installed"
+
+
 def _version(distribution: str) -> str:
-    return installed(distribution) or "is not installed"
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return MISSING
 
 
 def _python() -> str:
