@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
 
 import grpo_core as grpo
-from grpo_core.text.messages import parsed
+from grpo_core.kit import read_json
 
 SHAPES = '{"input": "2", "output": "4"}, {"call": "double(2)", "expected": 4}, or "assert double(2) == 4"'
 
@@ -82,6 +83,14 @@ def _asserted(text: str, where: str) -> Called:
         return Called(call=ast.unparse(test.left), expected=ast.literal_eval(right))
     except ValueError:
         return Called(call=ast.unparse(test.left), expected=ast.unparse(right), computed=True)
+
+
+def parsed(given: Any) -> Any:
+    """Return the value of a row's field, which may be JSON."""
+    if isinstance(given, str):
+        with contextlib.suppress(ValueError):
+            return read_json(given, object)
+    return given
 
 
 def stripped(text: str) -> list[str]:

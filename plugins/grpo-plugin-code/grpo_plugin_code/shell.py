@@ -10,8 +10,7 @@ from typing import Any, Literal
 import attrs
 
 import grpo_core as grpo
-from grpo_core.text.messages import parsed
-from grpo_plugin_code.cases import stripped
+from grpo_plugin_code.cases import parsed, stripped
 from grpo_plugin_code.commands import Commands, Ran, packed, room_of
 from grpo_plugin_code.sandbox import MIB, Limits
 
