@@ -13,23 +13,25 @@ from attrs import evolve, frozen
 from grpo_core import ConfigError, Engine, EngineSetup, GrpoError, Prompt, events
 from grpo_core.app import making
 from grpo_core.contracts.playing import derive_seed
+from grpo_core.data.loaders import IndexedLoader
 from grpo_core.data.samplers import PromptStream
 from grpo_core.engines.wrapped import LimitedEngine
 from grpo_core.kit import Config, PluginHost, reported_to
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.loop.pipeline import Checks, Pipeline
 from grpo_core.loop.rollout import RolloutRequest, play
-from grpo_core.testing import clock
+from grpo_core.testing import clock, prompts
 from grpo_plugin_replay.times import Times
 from grpo_plugin_replay.world import (
     PlannedEngine,
     PlannedEnvironment,
-    PlannedLoader,
     PlannedRenderer,
     PlannedTrainer,
     Plays,
 )
 
+PROMPTS = 1000
+"""Number of prompts of a task."""
 WARM_UP = 2
 """Number of first steps excluded from means: the pipeline fills, and a real trainer warms up."""
 
@@ -123,7 +125,7 @@ def forecast(
     plays = Plays(times.rollout, seed=seed, group_size=config.rollout.group_size)
     tasks = list(config.tasks) or ["task"]
     environments = {task: PlannedEnvironment(times.environment, plays) for task in tasks}
-    loaders = {task: PlannedLoader(task) for task in tasks}
+    loaders = {task: IndexedLoader(task, prompts(PROMPTS, task), seed=seed) for task in tasks}
     renderer, sampling = PlannedRenderer(times.rollout.prompt_tokens), making.sampling_params(config.rollout)
     unfiltered = evolve(config, filters={})  # filters read tokens, which are not simulated
     sampler = making.sampler(config, host)
