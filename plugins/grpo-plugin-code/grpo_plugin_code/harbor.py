@@ -161,9 +161,6 @@ class Harbor(grpo.Environment):
     def prompt(self, row: Mapping[str, Any]) -> grpo.Prompt:
         raise grpo.ConfigError("code: harbor brings its own tasks: leave out the task's data")
 
-    def solve(self, prompt: grpo.Prompt) -> str | None:
-        return None
-
     def open(self, prompt: grpo.Prompt) -> Shell:
         task = self._tasks[prompt.id]
         return Shell(self._systems.of(task), task.tree, self._seconds)

@@ -28,7 +28,7 @@ from attrs.validators import ge, gt
 import grpo_core as grpo
 from grpo_plugin_code.calls import filter_of
 from grpo_plugin_code.child import Child
-from grpo_plugin_code.images import Image
+from grpo_plugin_code.images import Image, System, of_an_image, of_this_machine
 from grpo_plugin_code.launch import (
     FILTER,
     STARTING,
@@ -39,7 +39,6 @@ from grpo_plugin_code.launch import (
     framed,
     with_descriptors,
 )
-from grpo_plugin_code.systems import System, of_an_image, of_this_machine
 from grpo_plugin_code.users import PREFERRED, ids_of_sandboxes, in_random_order
 
 Reason = Literal["", "error", "time", "cpu", "output", "killed"]

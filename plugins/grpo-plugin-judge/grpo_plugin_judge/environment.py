@@ -11,8 +11,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import grpo_core as grpo
-from grpo_plugin_judge.asking import Asker, JudgeModel, Pace, away_by
-from grpo_plugin_judge.cache import Cache
+from grpo_plugin_judge.asking import Asker, Cache, JudgeModel, Pace, away_by
 from grpo_plugin_judge.rubric import PATTERN, TEMPLATE, Rubric
 
 AGREES = 0.1

@@ -16,8 +16,7 @@ from aiohttp import web
 import grpo_core as grpo
 from grpo_core.kit import EnvironmentProcess
 from grpo_core.testing import make_offer, run
-from grpo_plugin_judge.asking import Asker, JudgeModel, Pace, whole
-from grpo_plugin_judge.cache import Cache
+from grpo_plugin_judge.asking import Asker, Cache, JudgeModel, Pace, whole
 from grpo_plugin_judge.environment import Judge
 from grpo_plugin_judge.rubric import PATTERN, TEMPLATE, Rubric
 

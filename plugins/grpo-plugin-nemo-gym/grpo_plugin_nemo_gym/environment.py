@@ -108,9 +108,6 @@ class NeMoGym(grpo.Environment):
         row = given
         return _prompt(row, await _begins(self._client, row) if self._steps else "")
 
-    def solve(self, prompt: grpo.Prompt) -> str | None:
-        return None
-
     async def open(self, prompt: grpo.Prompt) -> Session:
         row, session = prompt.info["row"], Session()
         if self._steps:
