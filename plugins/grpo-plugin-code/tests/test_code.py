@@ -18,7 +18,7 @@ import pytest
 
 import grpo_core as grpo
 from grpo_core.testing import make_offer
-from grpo_plugin_code import sandbox, users
+from grpo_plugin_code import launch, sandbox
 from grpo_plugin_code.blocks import program_of
 from grpo_plugin_code.cases import cases_of
 from grpo_plugin_code.python import PythonCode
@@ -314,7 +314,7 @@ def children():
     for status in Path("/proc").glob("[0-9]*/status"):
         with contextlib.suppress(OSError):
             lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
-            mine = int(lines["Uid"].split()[0]) >= users.PREFERRED[0] or lines["Name"].strip() in (
+            mine = int(lines["Uid"].split()[0]) >= launch.PREFERRED[0] or lines["Name"].strip() in (
                 "bwrap",
                 "conmon",
             )
