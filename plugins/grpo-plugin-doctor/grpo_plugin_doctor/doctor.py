@@ -22,7 +22,7 @@ from grpo_core.app import launch
 from grpo_core.app.make import make
 from grpo_core.app.model_sources import model_source
 from grpo_core.app.provenance import installed
-from grpo_core.config import parse_settings, read_toml
+from grpo_core.config import read_toml
 from grpo_core.kit import Config, PluginHost, aio, files, scratch_directory
 from grpo_core.plugins.options import AsJson, Settings, Words
 from grpo_core.processes.memory import resident
@@ -92,12 +92,8 @@ def doctor(
     python = resident()
     run: Config | None = None
     if config or model or env or engine or trainer or settings:
-        changes: dict[str, Any] = {"tasks": launch.tasks_of(env)} if env else {}
-        changes |= {"model": {"path": model}} if model else {}
-        changes |= {"engine": {"name": engine}} if engine else {}
-        changes |= {"trainer": {"name": trainer}} if trainer else {}
-        tables = [read_toml(config)] if config else []
-        run, host = launch.configure(tables, parse_settings(settings or [], changes), no_plugin or [])
+        changes = launch.changes_of(env, {"engine": engine, "trainer": trainer}, settings, model)
+        run, host = launch.configure([read_toml(config)] if config else [], changes, no_plugin or [])
     else:
         host = PluginHost.discover(block=no_plugin or [])
     gpus = machine.gpus()
