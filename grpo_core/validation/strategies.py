@@ -12,7 +12,7 @@ from math import inf
 from statistics import fmean
 from typing import Any, Literal
 
-from attrs import define, evolve
+from attrs import evolve
 
 from grpo_core.contracts.errors import ConfigError
 from grpo_core.contracts.playing import derive_seed
@@ -26,7 +26,6 @@ from grpo_core.validation.results import SHARES
 Mode = Literal["batched", "pipelined"]
 
 
-@define(eq=False, slots=False)
 class ScoringStrategy:
     """Plays ``n`` rollouts of each prompt, and returns the mean over prompts of ``scores``.
 
@@ -53,24 +52,25 @@ class ScoringStrategy:
         confidence: probability that an interval covers the value, between 0 and 1.
     """
 
-    needed = 1
+    needed: int = 1
     """Smallest number of scored rollouts for a prompt to count."""
-    needs_success = False
+    needs_success: bool = False
     """Whether the strategy measures nothing for a task that declares no ``success``."""
 
-    n: int = 1
-    temperature: float = 1.0
-    max_tokens: int | None = None
-    mode: Mode = "batched"
-    confidence: float = 0.95
-
-    def __attrs_post_init__(self) -> None:
-        _expect(self.n >= 1, "n", self.n, "at least 1")
-        _expect(self.temperature >= 0, "temperature", self.temperature, "0 or more")
-        most = self.max_tokens
-        _expect(most is None or most >= 1, "max_tokens", most, "at least 1")
-        _expect(0 < self.confidence < 1, "confidence", self.confidence, "within 0 and 1")
-        self.temperature, self.confidence = float(self.temperature), float(self.confidence)
+    def __init__(
+        self,
+        n: int = 1,
+        temperature: float = 1.0,
+        max_tokens: int | None = None,
+        mode: Mode = "batched",
+        confidence: float = 0.95,
+    ) -> None:
+        _expect(n >= 1, "n", n, "at least 1")
+        _expect(temperature >= 0, "temperature", temperature, "0 or more")
+        _expect(max_tokens is None or max_tokens >= 1, "max_tokens", max_tokens, "at least 1")
+        _expect(0 < confidence < 1, "confidence", confidence, "within 0 and 1")
+        self.n, self.temperature, self.max_tokens = n, float(temperature), max_tokens
+        self.mode, self.confidence = mode, float(confidence)
 
     def scores(self, rollouts: Sequence[Rollout]) -> Mapping[str, float]:
         """Return the scores of one prompt from its scored rollouts, at least ``needed`` of them."""

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any, Literal, get_args
 from zlib import crc32
 
-from attrs import asdict, define, field
+from attrs import asdict, define
 
 from grpo_core import (
     ConfigError,
@@ -87,7 +87,6 @@ class Bounds:
         return decided(self.interval, self.low.margin)
 
 
-@define(eq=False, slots=False)
 class Paired(ScoringStrategy):
     """Compares each version with the best one so far, and stops as soon as the comparison is decided.
 
@@ -118,33 +117,33 @@ class Paired(ScoringStrategy):
         bound: largest difference of two scores of a prompt.
     """
 
-    temperature: float = 0.0
-    mode: Mode = "batched"
-    until: Until = "decided"
-    batch: int = 32
-    effect: float = 0.05
-    margin: float = 0.02
-    bound: float = 1.0
-    _standards: dict[str, Scored] = field(init=False, factory=dict)
-    """The standard of each task."""
-
-    def __attrs_post_init__(self) -> None:
-        super().__attrs_post_init__()
-        if self.until not in get_args(Until) or self.batch < 1:
+    def __init__(
+        self,
+        until: Until = "decided",
+        batch: int = 32,
+        effect: float = 0.05,
+        margin: float = 0.02,
+        bound: float = 1.0,
+        n: int = 1,
+        temperature: float = 0.0,
+        max_tokens: int | None = None,
+        mode: Mode = "batched",
+        confidence: float = 0.95,
+    ) -> None:
+        super().__init__(n, temperature, max_tokens, mode, confidence)
+        if until not in get_args(Until) or batch < 1:
             raise ConfigError(
-                f"until is {self.until!r} and batch {self.batch!r}; expected 'decided' or 'all', and a whole "
-                "number of at least 1"
+                f"until is {until!r} and batch {batch!r}; expected 'decided' or 'all', and a whole number of "
+                "at least 1"
             )
+        self._until, self._batch = until, batch
+        self._limits: dict[str, float] = {"bound": bound, "effect": effect, "margin": margin}
         try:
-            self._comparison()
+            Comparison(confidence=confidence, **self._limits)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-
-    def _comparison(self) -> Comparison:
-        """Return an empty comparison.  Raises ValueError if an option is out of its range."""
-        return Comparison(
-            confidence=self.confidence, bound=self.bound, effect=self.effect, margin=self.margin
-        )
+        self._standards: dict[str, Scored] = {}
+        """The standard of each task."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the standard of each task."""
@@ -157,10 +156,11 @@ class Paired(ScoringStrategy):
     async def _measure(self, context: ValidationContext, task: str) -> dict[str, float]:
         prompts = sorted(context.prompts[task], key=lambda prompt: sha256(prompt.id.encode()).digest())
         standard, scored = self._standards.get(task), Scored(context.version, {}, {})
-        comparison = Bounds(self._comparison(), self._comparison())
+        one, other = (Comparison(confidence=self.confidence, **self._limits) for _ in range(2))
+        comparison = Bounds(one, other)
         played: list[Rollout] = []
-        for begin in range(0, len(prompts), self.batch):
-            part = prompts[begin : begin + self.batch]
+        for begin in range(0, len(prompts), self._batch):
+            part = prompts[begin : begin + self._batch]
             rollouts = await context.rollout(
                 part, n=self.n, temperature=self.temperature, max_tokens=self.max_tokens, mode=self.mode
             )
@@ -178,7 +178,7 @@ class Paired(ScoringStrategy):
                     comparison.add(scored, standard, (prompt.id for prompt in part if prompt.id in there))
                 except ValueError as error:
                     raise ConfigError(f"task {task!r}: {error}; set validation.options.bound") from None
-                if self.until == "decided" and comparison.decision in ("worse", "equal"):
+                if self._until == "decided" and comparison.decision in ("worse", "equal"):
                     break
         few = scored.share_missing <= MANY
         if few and (standard is None or comparison.decision == "better"):

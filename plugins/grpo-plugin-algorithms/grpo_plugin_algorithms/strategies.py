@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, Literal
 
-from attrs import define, evolve
+from attrs import evolve
 
 from grpo_core import ConfigError, Rollout, ScoringStrategy
 
@@ -52,7 +52,6 @@ class PassAtK(ScoringStrategy):
         return {f"pass@{k}": pass_at_k(n, correct, k) for k in self.k} | dict(super().scores(rollouts))
 
 
-@define(eq=False, slots=False)
 class Majority(ScoringStrategy):
     """Measures ``maj@n``: how often the most frequent answer of ``n`` rollouts is right (Wang et al. 2022).
 
@@ -62,10 +61,16 @@ class Majority(ScoringStrategy):
     """
 
     needs_success = True
-    n: int = 8
 
-    def __attrs_post_init__(self) -> None:
-        super().__attrs_post_init__()
+    def __init__(
+        self,
+        n: int = 8,
+        temperature: float = 1.0,
+        max_tokens: int | None = None,
+        mode: Mode = "batched",
+        confidence: float = 0.95,
+    ) -> None:
+        super().__init__(n, temperature, max_tokens, mode, confidence)
         _expect_variety(self)
 
     def scores(self, rollouts: Sequence[Rollout]) -> Mapping[str, float]:

@@ -20,7 +20,7 @@ from grpo_core.kit import Config, PluginHost, reported_to
 from grpo_core.loop.agreement import Tolerance
 from grpo_core.loop.pipeline import Checks, Pipeline
 from grpo_core.loop.rollout import RolloutRequest, play
-from grpo_core.testing import clock, prompts
+from grpo_core.testing import clock
 from grpo_plugin_replay.times import Times
 from grpo_plugin_replay.world import (
     PlannedEngine,
@@ -125,7 +125,10 @@ def forecast(
     plays = Plays(times.rollout, seed=seed, group_size=config.rollout.group_size)
     tasks = list(config.tasks) or ["task"]
     environments = {task: PlannedEnvironment(times.environment, plays) for task in tasks}
-    loaders = {task: IndexedLoader(task, prompts(PROMPTS, task), seed=seed) for task in tasks}
+    loaders = {}
+    for task in tasks:
+        offered = [Prompt(messages="-", id=str(i), environment=task) for i in range(PROMPTS)]
+        loaders[task] = IndexedLoader(task, offered, seed=seed)
     renderer, sampling = PlannedRenderer(times.rollout.prompt_tokens), making.sampling_params(config.rollout)
     unfiltered = evolve(config, filters={})  # filters read tokens, which are not simulated
     sampler = making.sampler(config, host)

@@ -12,25 +12,28 @@ import heapq
 import itertools
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from attrs import define
+from attrs import define, field
 
 from grpo_core import (
+    AgentClient,
     Batch,
     Completion,
     Episode,
     GenerationRequest,
     Message,
+    Prompt,
     StepResult,
     Trainer,
     Weights,
 )
+from grpo_core.contracts.protocols import Description
+from grpo_core.contracts.records import SessionStart
 from grpo_core.kit import Judgement
-from grpo_core.testing import FakeEnvironment, FakeRenderer
 from grpo_plugin_replay.times import (
     EngineTimes,
     EnvironmentTimes,
@@ -248,31 +251,58 @@ class PlannedTrainer(Trainer):
         raise NotImplementedError("a simulated trainer saves nothing")
 
 
-class PlannedEnvironment(FakeEnvironment):
+class PlannedEnvironment:
     """An environment that returns the drawn outcomes."""
 
+    player: Any = None
+
     def __init__(self, times: EnvironmentTimes, plays: Plays) -> None:
-        super().__init__(max_turns=plays.times.turns, success=None)
         self.times, self._plays = times, plays
+        self.about = Description(max_turns=plays.times.turns)
         self._rng = random.Random(f"{plays.seed} environment")
+
+    async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
+        return [SessionStart()] * len(prompts)
 
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Judgement]:
         await asyncio.sleep(log_normal(self._rng, self.times.turn, self.times.spread))
-        return [self._judged(episode) for episode in episodes]
+        return [self._feedback(episode) for episode in episodes]
 
-    def _judged(self, episode: Episode) -> Judgement:
+    def _feedback(self, episode: Episode) -> Judgement:
         outcome = self._plays.of(episode.reply)
         if episode.turn + 1 < len(outcome.turn_tokens) and episode.finish_reason == "stop":
             return Judgement(done=False, messages=({"role": "user", "content": "-"},))
         return Judgement(reward=outcome.reward)
 
+    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Judgement | None:
+        raise NotImplementedError("a simulated environment runs no agents")
 
-class PlannedRenderer(FakeRenderer):
+    async def close(self, sessions: Sequence[str]) -> None:
+        return None
+
+
+@define(eq=False)
+class PlannedRenderer:
     """A renderer with prompts of constant length; the text of a completion is its first token id."""
 
-    def __init__(self, prompt_tokens: int) -> None:
-        self._ids: Any = np.zeros(prompt_tokens, dtype=np.int32)
-        self._ids.flags.writeable = False
+    prompt_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    context: int = 2**31
+    vocabulary: int = 2**31
+    tokens: int = 2**31
+    _ids: Any = field(init=False)
+
+    @_ids.default
+    def _zeros(self) -> Any:
+        ids = np.zeros(self.prompt_tokens, dtype=np.int32)
+        ids.flags.writeable = False
+        return ids
+
+    async def run(self, work: Callable[[], T], size: int) -> T:
+        return work()
+
+    def check_turns(self, *, tools: bool) -> None:
+        return None
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Any:
         return self._ids
@@ -280,5 +310,8 @@ class PlannedRenderer(FakeRenderer):
     def continuation_ids(self, messages: Sequence[Message], **_: Any) -> tuple[int, ...]:
         return (0,)
 
-    def text(self, token_ids: Sequence[int]) -> str:
-        return str(token_ids[0])
+    def message(self, text: str, **_: Any) -> Message:
+        return {"role": "assistant", "content": text}
+
+    def texts(self, rows: Sequence[Sequence[int]], before: Sequence[Sequence[int]] = ()) -> list[str]:
+        return [str(row[0]) for row in rows]
