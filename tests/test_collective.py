@@ -13,6 +13,7 @@ import re
 import signal
 import socket
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -346,6 +347,8 @@ def test_an_error_of_nccl_is_an_error_of_the_weight_sync_and_aborts_the_group(gp
     weights = CollectiveWriter(GPU, "127.0.0.1").write(1, named(1.0))
     with pytest.raises(WeightSyncError, match="Duplicate GPU detected"):
         read_weights(weights, device=GPU)
+    while len(gpus) < 2:  # the trainer's thread may not have made its group yet
+        time.sleep(0.01)
     for group in gpus:
         assert group.aborted.wait(30)
 

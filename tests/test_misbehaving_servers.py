@@ -187,8 +187,7 @@ async def of_judge(url):
     message = {"role": "assistant", "content": "hello"}
     prompt = grpo.Prompt(messages="Be kind.", id="0")
     try:
-        (feedback,) = await judge.evaluate([grpo.Episode(prompt=prompt, messages=(message,))])
-        return feedback
+        return await judge.score(grpo.Episode(prompt=prompt, messages=(message,)))
     finally:
         await judge.aclose()
 

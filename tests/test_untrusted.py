@@ -442,11 +442,11 @@ def test_a_lying_judge_gives_a_score_or_none(liar, status, body, headers):
 
     async def judged():
         try:
-            return await environment.evaluate([episode])
+            return await environment.score(episode)
         finally:
             await environment.aclose()
 
-    (feedback,) = asyncio.run(judged())
+    feedback = asyncio.run(judged())
     assert (feedback.reward is None) == (feedback.error is not None)
 
 
@@ -469,7 +469,7 @@ def test_a_lying_resources_server_gives_feedback_or_a_declared_error(liar, value
                 await environment.open(prompt)
             liar.body = json.dumps(value if isinstance(value, dict) else {"reward": value}).encode()
             episode = grpo.Episode(prompt=prompt, messages=said, session=Session())
-            (feedback,) = await environment.evaluate([episode])
+            feedback = await environment.score(episode)
             assert isinstance(feedback, grpo.Feedback)
         finally:
             await environment.aclose()

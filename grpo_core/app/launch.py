@@ -30,6 +30,7 @@ from grpo_core.config import (
     as_table,
     build,
     merge,
+    parse_settings,
     replace_parts,
 )
 from grpo_core.contracts.errors import ConfigError, one_line, wrong_input
@@ -184,6 +185,23 @@ def check_model(config: Config, host: PluginHost) -> list[str]:
     directory = None if host.offers("model", path) else directory_here(path)
     found = [] if directory is None else in_own_loop(preflight(config, host, model=directory))
     return [message for _, message in found]
+
+
+def changes_of(
+    envs: Sequence[str] | None,
+    chosen: Mapping[str, str | None],
+    settings: Sequence[str] | None,
+    model: str | None = None,
+) -> dict[str, Any]:
+    """Return the table of the options of a command, such as ``--env`` and ``--engine``."""
+    changes: dict[str, Any] = {
+        section: {"name": name} for section, name in chosen.items() if name is not None
+    }
+    if model is not None:
+        changes["model"] = {"path": model}
+    if envs:
+        changes["tasks"] = tasks_of(envs)
+    return parse_settings(settings or [], changes)
 
 
 def tasks_of(envs: Sequence[str]) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def software(config: Config, host: PluginHost) -> dict[str, Any]:
             if plugin.fault is None and plugin.name != BUILT_IN and plugin.version
         },
         "files": file_hashes(config),
-        "libraries": {name: known for name in sorted(names) if (known := _version(name)) is not None},
+        "libraries": {name: known for name in sorted(names) if (known := installed(name)) is not None},
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
     }
@@ -180,7 +180,8 @@ def file_hashes(config: Config) -> dict[str, str]:
     return {str(path): fingerprint(path)["sha256"] for path in sorted(files) if os.path.isfile(path)}
 
 
-def _version(distribution: str) -> str | None:
+def installed(distribution: str) -> str | None:
+    """Return the version of a distribution, or None without it."""
     try:
         return version(distribution)
     except PackageNotFoundError:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from grpo_core.app import build, session
-from grpo_core.app.launch import continued, new_run, tasks_of
+from grpo_core.app.launch import changes_of, continued, new_run, tasks_of
 from grpo_core.app.model_sources import RUNS
 from grpo_core.commands.complaints import NEXT, complain, say, to_a_reader
 from grpo_core.config import check_settings, merge, parse_settings, read_toml
@@ -117,7 +117,7 @@ def train(
     chosen = {"sampler": sampler, "validation": validation, "engine": engine, "trainer": trainer}
     if dataloader is not None:
         raise ConfigError(f"--dataloader is called --data here: --data {dataloader}")
-    changes = _with_data(_changes(env, chosen, settings, model), env, "data", data)
+    changes = _with_data(changes_of(env, chosen, settings, model), env, "data", data)
     block = no_plugin or []
     if ray is not None:
         cluster = PluginHost.discover(block=block).the_one("placement", "crosses_machines")
@@ -215,7 +215,7 @@ def validate(
         Do not load this installed plugin; may be repeated.
     """
     chosen = {"validation": validation, "engine": engine}
-    changes = _with_data(_changes(env, chosen, set_), env, "validation_data", data)
+    changes = _with_data(changes_of(env, chosen, set_), env, "validation_data", data)
     why = "validate measures the model as it is and does not use this key"
     check_settings(parse_settings(set_ or []), MEASURED_BY, why, but=["tasks.*.weight"])
     measurement = session.prepare(
@@ -258,23 +258,6 @@ def _with_data(changes: Mapping[str, Any], env: Words, key: str, data: str | Non
         raise ConfigError(f"--data {data}: it needs one --env, whose prompts it names; got {len(env or [])}")
     task = next(iter(tasks_of(env or [])))
     return merge({"tasks": {task: {key: data}}}, changes)
-
-
-def _changes(
-    envs: Sequence[str] | None,
-    chosen: Mapping[str, str | None],
-    settings: Sequence[str] | None,
-    model: str | None = None,
-) -> dict[str, Any]:
-    """Return the table of the options of a command."""
-    changes: dict[str, Any] = {
-        section: {"name": name} for section, name in chosen.items() if name is not None
-    }
-    if model is not None:
-        changes["model"] = {"path": model}
-    if envs:
-        changes["tasks"] = tasks_of(envs)
-    return parse_settings(settings or [], changes)
 
 
 def _profile(directory: Path, steps: int) -> str:

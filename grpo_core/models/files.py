@@ -263,14 +263,7 @@ def size_of(directory: str, name: str) -> int:
 
     Raises ModelError for a file that is not a configuration.
     """
-    path = Path(directory, "config.json")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        given = {**config, **config.get("text_config", {})}.get(name)
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(
-            f"model {directory!r}: {path.name} is not a configuration: {str(error)[:200]}"
-        ) from None
+    given = ModelFiles(Path(directory)).config.get(name)
     return given if isinstance(given, int) and given > 0 else UNKNOWN_SIZE
 
 
@@ -306,8 +299,10 @@ class ModelFiles:
     def config(self) -> Mapping[str, Any]:
         """``config.json``, with the part about text."""
         config = self.table("config.json")
-        text = config.get("text_config")
-        return {**config, **(text if isinstance(text, Mapping) else {})}
+        text = config.get("text_config") or {}
+        if not isinstance(text, Mapping):
+            raise self.wrong(f"config.json: text_config is {type(text).__name__}; expected a table")
+        return {**config, **text}
 
     @cached_property
     def tensors(self) -> Mapping[str, Tensor]:

@@ -11,18 +11,13 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from grpo_core.weights.publishing import OnePublisher, Publishers
+
 T = TypeVar("T")
 
 
-class Ranks(Protocol):
+class Ranks(Publishers, Protocol):
     """One rank's view of all ranks."""
-
-    rank: int
-    size: int
-
-    def gathered(self, value: T) -> list[T]:
-        """Return the values of all ranks, in the order of the ranks: numbers, texts, lists or dicts."""
-        ...
 
     def joined(self, values: Tensor) -> Tensor:
         """Concatenate the values [N] of all ranks; N may differ."""
@@ -41,13 +36,8 @@ class Ranks(Protocol):
         ...
 
 
-class Alone:
+class Alone(OnePublisher):
     """A trainer of one process."""
-
-    rank, size = 0, 1
-
-    def gathered(self, value: T) -> list[T]:
-        return [value]
 
     def joined(self, values: Tensor) -> Tensor:
         return values

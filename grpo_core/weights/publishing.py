@@ -29,7 +29,7 @@ class Publishers(Protocol):
     def size(self) -> int: ...
 
     def gathered(self, value: T) -> list[T]:
-        """Return the values of all processes, in the order of their ranks: numbers, texts or lists."""
+        """Return the values of all processes, in the order of their ranks: plain data, as in JSON."""
         ...
 
 

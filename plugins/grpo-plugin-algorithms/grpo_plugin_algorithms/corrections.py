@@ -8,7 +8,7 @@ from attrs import field, frozen
 
 from grpo_core.losses import bounded_exp
 from grpo_plugin_algorithms.ranges import CAP, FACTOR
-from grpo_plugin_algorithms.tensors import means, sums
+from grpo_plugin_algorithms.ratios import means, sums
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,8 +13,7 @@ from grpo_plugin_algorithms.corrections import Correction, Off, TokenMask, Token
 from grpo_plugin_algorithms.hints import Environment, RightRollout, Teach, chosen_hints
 from grpo_plugin_algorithms.kl import Kl
 from grpo_plugin_algorithms.ranges import CLIP, FACTOR, POSITIVE, RATIO_CAP, SHARE
-from grpo_plugin_algorithms.ratios import Sequence, SequenceToken, Token
-from grpo_plugin_algorithms.tensors import sums
+from grpo_plugin_algorithms.ratios import Sequence, SequenceToken, Token, sums
 from grpo_plugin_algorithms.terms import Entropy, Mask, Prepared, Teacher, checked, prepare, with_terms
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Ratios of policy to proximal probabilities, for each token, with a gradient through the policy."""
+"""Ratios of policy to proximal probabilities, for each token, and reductions over sequences."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from grpo_core.losses import bounded_exp
-from grpo_plugin_algorithms.tensors import means
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,3 +45,14 @@ class SequenceToken(Sequence):
         """Compute r [N]."""
         policy = inputs.policy_logprobs
         return super().of(inputs).detach() * (policy - policy.detach()).exp()
+
+
+def sums(values: Tensor, sequences: Tensor) -> Tensor:
+    """Return the sum over each token's sequence, [N]."""
+    n = int(sequences.max()) + 1 if sequences.numel() else 0
+    return values.new_zeros(n).index_add(0, sequences, values)[sequences]
+
+
+def means(values: Tensor, sequences: Tensor) -> Tensor:
+    """Return the mean over each token's sequence, [N]."""
+    return sums(values, sequences) / sums(values.new_ones(values.shape), sequences)

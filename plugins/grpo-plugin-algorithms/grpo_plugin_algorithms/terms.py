@@ -13,7 +13,7 @@ from grpo_core.losses import IDLE_CLIP, LossSetting, Remark, options_checked_by
 from grpo_plugin_algorithms.corrections import Correction, Off, TokenTruncate
 from grpo_plugin_algorithms.kl import Kl, kl_estimate, score_weights
 from grpo_plugin_algorithms.ranges import FACTOR, FINITE, POSITIVE, Range, check_idle
-from grpo_plugin_algorithms.tensors import means
+from grpo_plugin_algorithms.ratios import means
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -39,9 +39,7 @@ class Called:
 
 def cases_of(given: Any, where: str) -> list[Printed | Called]:
     """Parse the tests of a row, which may be JSON.  Raises PluginError for invalid tests."""
-    if isinstance(given, str):
-        with contextlib.suppress(ValueError):
-            given = read_json(given, object)
+    given = parsed(given)
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence) or not given:
         raise grpo.PluginError(f"code: {where}: tests are {given!r:.100}; expected a list of {SHAPES}")
     return [_case(each, f"{where}: test {number}") for number, each in enumerate(given, 1)]
@@ -85,6 +83,14 @@ def _asserted(text: str, where: str) -> Called:
         return Called(call=ast.unparse(test.left), expected=ast.literal_eval(right))
     except ValueError:
         return Called(call=ast.unparse(test.left), expected=ast.unparse(right), computed=True)
+
+
+def parsed(given: Any) -> Any:
+    """Return the value of a row's field, which may be JSON."""
+    if isinstance(given, str):
+        with contextlib.suppress(ValueError):
+            return read_json(given, object)
+    return given
 
 
 def stripped(text: str) -> list[str]:

@@ -8,7 +8,7 @@ import os
 import random
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -161,20 +161,14 @@ class Harbor(grpo.Environment):
     def prompt(self, row: Mapping[str, Any]) -> grpo.Prompt:
         raise grpo.ConfigError("code: harbor brings its own tasks: leave out the task's data")
 
-    def solve(self, prompt: grpo.Prompt) -> str | None:
-        return None
-
     def open(self, prompt: grpo.Prompt) -> Shell:
         task = self._tasks[prompt.id]
         return Shell(self._systems.of(task), task.tree, self._seconds)
 
-    async def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
-        return list(await asyncio.gather(*(self._judged(episode) for episode in episodes)))
-
     async def aclose(self) -> None:
         await self._systems.aclose()
 
-    async def _judged(self, episode: grpo.Episode) -> grpo.Feedback:
+    async def score(self, episode: grpo.Episode) -> grpo.Feedback:
         shell: Shell = episode.session
         ran = await self._verified(self._systems, self._tasks[episode.prompt.id], shell._tree)
         rewards = rewards_of(ran)

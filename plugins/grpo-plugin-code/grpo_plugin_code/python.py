@@ -81,13 +81,10 @@ class PythonCode(grpo.Environment):
         cases_of(row[self._tests], f"prompt {row['id']!r}")
         return super().prompt(row)
 
-    async def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
-        return list(await asyncio.gather(*(self._judge(episode) for episode in episodes)))
-
     async def aclose(self) -> None:
         await self._sandboxes.aclose()
 
-    async def _judge(self, episode: grpo.Episode) -> grpo.Feedback:
+    async def score(self, episode: grpo.Episode) -> grpo.Feedback:
         cases = cases_of(episode.prompt.info.get(self._tests), f"prompt {episode.prompt.id!r}")
         code = program_of(episode.reply)
         if code is None:

@@ -28,19 +28,20 @@ from attrs.validators import ge, gt
 import grpo_core as grpo
 from grpo_plugin_code.calls import filter_of
 from grpo_plugin_code.child import Child
-from grpo_plugin_code.images import Image
+from grpo_plugin_code.images import Image, System, of_an_image, of_this_machine
 from grpo_plugin_code.launch import (
     FILTER,
+    PREFERRED,
     STARTING,
     empty_input,
     fault_of,
     fill,
     filter_to_read,
     framed,
+    ids_of_sandboxes,
+    in_random_order,
     with_descriptors,
 )
-from grpo_plugin_code.systems import System, of_an_image, of_this_machine
-from grpo_plugin_code.users import PREFERRED, ids_of_sandboxes, in_random_order
 
 Reason = Literal["", "error", "time", "cpu", "output", "killed"]
 """Reason of a failure: a nonzero exit status, a limit or a signal; empty for success."""

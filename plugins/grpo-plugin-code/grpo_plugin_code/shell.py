@@ -10,8 +10,7 @@ from typing import Any, Literal
 import attrs
 
 import grpo_core as grpo
-from grpo_core.kit import read_json
-from grpo_plugin_code.cases import stripped
+from grpo_plugin_code.cases import parsed, stripped
 from grpo_plugin_code.commands import Commands, Ran, packed, room_of
 from grpo_plugin_code.sandbox import MIB, Limits
 
@@ -114,13 +113,10 @@ class ShellTask(grpo.Environment):
         _, files = self._parts(prompt)
         return Shell(self._commands, packed(files))
 
-    async def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
-        return list(await asyncio.gather(*(self._judged(episode) for episode in episodes)))
-
     async def aclose(self) -> None:
         await self._commands.aclose()
 
-    async def _judged(self, episode: grpo.Episode) -> grpo.Feedback:
+    async def score(self, episode: grpo.Episode) -> grpo.Feedback:
         tests, _ = self._parts(episode.prompt)
         shell: Shell = episode.session
         passed = await asyncio.gather(*(self._passes(test, shell._tree) for test in tests))
@@ -140,8 +136,8 @@ class ShellTask(grpo.Environment):
 
     def _parts(self, prompt: grpo.Prompt) -> tuple[Sequence[Mapping[str, str]], Mapping[str, str]]:
         """Return the tests and files of a prompt.  Raises PluginError if they are invalid."""
-        tests = _data(prompt.info.get(self._tests))
-        files = _data(prompt.info.get(self._files) or {})
+        tests = parsed(prompt.info.get(self._tests))
+        files = parsed(prompt.info.get(self._files) or {})
         good = isinstance(tests, list | tuple) and tests and all(map(_is_test, tests))
         if not good:
             raise grpo.PluginError(
@@ -169,15 +165,6 @@ def tool_result(ran: Ran) -> str:
     if ran.status is None:
         return f"{ran.output}\nerror: the command was ended: it took too long, or printed too much".strip()
     return f"{ran.output}\nexit status {ran.status}".strip() if ran.status else ran.output
-
-
-def _data(given: Any) -> Any:
-    if not isinstance(given, str):
-        return given
-    try:
-        return read_json(given, object)
-    except ValueError:
-        return given
 
 
 def _is_test(test: Any) -> bool:

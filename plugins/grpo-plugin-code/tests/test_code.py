@@ -18,7 +18,7 @@ import pytest
 
 import grpo_core as grpo
 from grpo_core.testing import make_offer
-from grpo_plugin_code import sandbox, users
+from grpo_plugin_code import launch, sandbox
 from grpo_plugin_code.blocks import program_of
 from grpo_plugin_code.cases import cases_of
 from grpo_plugin_code.python import PythonCode
@@ -52,7 +52,7 @@ def judged(*episodes, **options):
     async def story():
         environment = PythonCode(**{**SMALL, **options})
         try:
-            return await environment.evaluate(list(episodes))
+            return await asyncio.gather(*map(environment.score, episodes))
         finally:
             await environment.aclose()
 
@@ -109,7 +109,7 @@ def test_a_program_that_is_cancelled_leaves_nothing():
         environment = PythonCode(**SMALL)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.5):
-                await environment.evaluate([episode("while True: pass", PRINTS)])
+                await environment.score(episode("while True: pass", PRINTS))
         await environment.aclose()
 
     before = children()
@@ -314,7 +314,7 @@ def children():
     for status in Path("/proc").glob("[0-9]*/status"):
         with contextlib.suppress(OSError):
             lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
-            mine = int(lines["Uid"].split()[0]) >= users.PREFERRED[0] or lines["Name"].strip() in (
+            mine = int(lines["Uid"].split()[0]) >= launch.PREFERRED[0] or lines["Name"].strip() in (
                 "bwrap",
                 "conmon",
             )

@@ -92,7 +92,7 @@ def told(environment, *commands):
             messages=[*prompt.messages, {"role": "assistant", "content": "Done."}],
             session=session,
         )
-        (feedback,) = await environment.evaluate([episode])
+        feedback = await environment.score(episode)
         await environment.aclose()
         return [*said, feedback.reward]
 

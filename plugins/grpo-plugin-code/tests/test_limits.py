@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import grpo_core as grpo
-from grpo_plugin_code import calls, commands, users
+from grpo_plugin_code import calls, commands, launch
 from grpo_plugin_code.sandbox import Job, Limits, Sandboxes
 from grpo_plugin_code.values import form_in, form_of, text_in
 
@@ -352,15 +352,15 @@ def test_root_of_a_container_gives_programs_ids_that_it_has():
     ],
 )
 def test_the_ids_of_programs_are_those_that_the_user_namespace_has(user_map, group_map, ids):
-    assert users.chosen(user_map, group_map) == ids
+    assert launch.chosen(user_map, group_map) == ids
 
 
 def test_no_id_is_drawn_twice_in_a_round():
-    drawn = users.in_random_order(range(200_000, 260_000))
-    first, second = ([next(drawn) for _ in range(users.ROUND)] for _ in range(2))
-    assert len(set(first)) == users.ROUND
+    drawn = launch.in_random_order(range(200_000, 260_000))
+    first, second = ([next(drawn) for _ in range(launch.ROUND)] for _ in range(2))
+    assert len(set(first)) == launch.ROUND
     assert first != second
-    assert next(users.in_random_order(range(7, 8))) == 7
+    assert next(launch.in_random_order(range(7, 8))) == 7
 
 
 # ---------------------------------------------------------------------------------- values

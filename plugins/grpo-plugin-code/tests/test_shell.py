@@ -46,7 +46,7 @@ def worked(*commands, tests=TESTS, files=None, **options):
             outputs = [await session.run(command) for command in commands]
             said = [*prompt.messages, {"role": "assistant", "content": "Done."}]
             episode = grpo.Episode(prompt=prompt, messages=said, session=session)
-            return outputs, (await environment.evaluate([episode]))[0]
+            return outputs, await environment.score(episode)
         finally:
             await environment.aclose()
 
@@ -225,7 +225,7 @@ def rewarded(environment, *commands):
         said = [*prompt.messages, {"role": "assistant", "content": "Done."}]
         try:
             episode = grpo.Episode(prompt=prompt, messages=said, session=session)
-            return (await environment.evaluate([episode]))[0]
+            return await environment.score(episode)
         finally:
             await environment.aclose()
 
@@ -275,7 +275,7 @@ def test_forged_files_do_not_reach_what_the_tests_own(tmp_path, name):
         said = [*prompt.messages, {"role": "assistant", "content": "Done."}]
         episode = grpo.Episode(prompt=prompt, messages=said, session=session)
         try:
-            return (await environment.evaluate([episode]))[0]
+            return await environment.score(episode)
         finally:
             await environment.aclose()
 

@@ -9,6 +9,6 @@ def grpo_samplers() -> dict[str, str]:
         "chosen": "grpo_plugin_curriculum.curriculum:TaskOrder",
         "schedule": "grpo_plugin_curriculum.curriculum:Schedule",
         "curriculum": "grpo_plugin_curriculum.curriculum:Curriculum",
-        "learnable": "grpo_plugin_curriculum.learnable:Learnable",
+        "learnable": "grpo_plugin_curriculum.curriculum:Learnable",
         "learnable_prompts": "grpo_plugin_curriculum.learnable_prompts:LearnablePrompts",
     }

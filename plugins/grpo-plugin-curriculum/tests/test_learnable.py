@@ -4,7 +4,7 @@ import pytest
 
 import grpo_core as grpo
 from grpo_core.kit import PluginHost
-from grpo_plugin_curriculum.learnable import Learnable
+from grpo_plugin_curriculum.curriculum import Learnable
 from grpo_plugin_devkit.samplers import check_sampler
 
 REQUEST = grpo.SampleRequest(generation_version=0, target_version=0, current_version=0, expected_prompts=1)

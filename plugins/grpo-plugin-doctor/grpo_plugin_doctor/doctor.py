@@ -21,9 +21,11 @@ from grpo_core import GrpoError, ModelError, errors
 from grpo_core.app import launch
 from grpo_core.app.make import make
 from grpo_core.app.model_sources import model_source
-from grpo_core.config import parse_settings, read_toml
+from grpo_core.app.provenance import installed
+from grpo_core.config import read_toml
 from grpo_core.kit import Config, PluginHost, aio, files, scratch_directory
 from grpo_core.plugins.options import AsJson, Settings, Words
+from grpo_core.processes.memory import resident
 from grpo_core.processes.secrets import inert
 from grpo_plugin_doctor import Health, machine, memory
 
@@ -87,15 +89,11 @@ def doctor(
     no_plugin
         Do not load this installed plugin; may be repeated.
     """
-    python = machine.resident()
+    python = resident()
     run: Config | None = None
     if config or model or env or engine or trainer or settings:
-        changes: dict[str, Any] = {"tasks": launch.tasks_of(env)} if env else {}
-        changes |= {"model": {"path": model}} if model else {}
-        changes |= {"engine": {"name": engine}} if engine else {}
-        changes |= {"trainer": {"name": trainer}} if trainer else {}
-        tables = [read_toml(config)] if config else []
-        run, host = launch.configure(tables, parse_settings(settings or [], changes), no_plugin or [])
+        changes = launch.changes_of(env, {"engine": engine, "trainer": trainer}, settings, model)
+        run, host = launch.configure([read_toml(config)] if config else [], changes, no_plugin or [])
     else:
         host = PluginHost.discover(block=no_plugin or [])
     gpus = machine.gpus()
@@ -126,7 +124,7 @@ def of_machine(gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
     )
     yield from _of_torch(gpus)
     for package, distributions in PACKAGES.items():
-        found = next(filter(None, map(machine.installed, distributions)), "not installed")
+        found = next(filter(None, map(installed, distributions)), "not installed")
         yield Check(name=package, found=found)
     yield Check(name="NCCL", found=machine.nccl() or "not installed")
     if (host := machine.host_memory()) is not None:
@@ -148,7 +146,7 @@ def of_machine(gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
 
 
 def _of_torch(gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
-    build, version = machine.build_of_torch(), machine.installed("torch")
+    build, version = machine.build_of_torch(), installed("torch")
     if build is None:
         yield Check(
             name="torch", found="not installed", status="problem",

@@ -9,11 +9,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 from attrs import frozen
+
+from grpo_core.app.provenance import installed
 
 QUERY = "index,uuid,name,memory.total,memory.free,driver_version"
 """Fields that nvidia-smi prints for each GPU."""
@@ -101,11 +102,6 @@ def _fields(path: Path) -> dict[str, int]:
     return {match[1]: int(match[2]) for match in found if match}
 
 
-def resident(pid: int | str = "self", field: str = "VmRSS") -> int:
-    """Return the resident bytes of a process; 0 without Linux's files."""
-    return _fields(Path("/proc") / str(pid) / "status").get(field, 0) << 10
-
-
 # ---------------------------------------------------------------------------------- GPUs
 
 
@@ -163,14 +159,6 @@ def build_of_torch() -> str | None:
 
 
 # ---------------------------------------------------------------------------------- versions and limits
-
-
-def installed(distribution: str) -> str:
-    """Return the version of a distribution, or an empty string."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return ""
 
 
 def nccl() -> str:

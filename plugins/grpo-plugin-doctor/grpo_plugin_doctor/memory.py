@@ -7,7 +7,6 @@ trainer's passes, for which it imports torch.  ``footprint`` adds the estimated 
 from __future__ import annotations
 
 import contextlib
-import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -26,6 +25,7 @@ from grpo_core.config.run import needed_scores
 from grpo_core.kit import Config, PluginHost, as_table, files
 from grpo_core.plugins.offers import Selected
 from grpo_core.plugins.transports import find_transport
+from grpo_core.processes.memory import resident
 from grpo_core.training import memory as sizes
 from grpo_core.training.optimizers import state_of
 from grpo_plugin_doctor import Health, machine
@@ -391,20 +391,12 @@ def _load(
     requests = -(-outstanding(case.config) // engine.workers)
     return EngineLoad(
         parameters=parameters,
-        config=_config_of(case.directory),
+        config=files.ModelFiles(Path(case.directory)).table("config.json"),
         dtype=dtype,
         requests=min(requests, engine.max_requests or requests),
         tokens=row_tokens(case.config, files.size_of(case.directory, "max_position_embeddings")),
         gpu_bytes=first.total if first else 0,
     )
-
-
-def _config_of(directory: str) -> Mapping[str, Any]:
-    try:
-        found = json.loads(Path(directory, "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, Mapping) else {}
 
 
 # ---------------------------------------------------------------------------------- everything else
@@ -444,14 +436,14 @@ def footprint(
     with contextlib.suppress(ImportError):  # transformers 4 has other modules
         import transformers.tokenization_utils_tokenizers  # noqa: F401
 
-    main = machine.resident()
+    main = resident()
     import torch  # noqa: F401 - imported by an engine
 
-    with_torch = machine.resident()
+    with_torch = resident()
     from grpo_plugin_doctor.activations import model_shapes
 
     model = model_shapes(directory, trust_remote_code=config.model.trust_remote_code)
-    bases = {"trainer": machine.resident()}
+    bases = {"trainer": resident()}
     case = Case(config, host, directory, model.tensors, gpus)
     processes = certain_parts(case)
     remote = case.placement.remote

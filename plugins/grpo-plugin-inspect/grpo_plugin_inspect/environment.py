@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -88,10 +88,7 @@ class InspectTask(grpo.Environment):
     def solve(self, prompt: grpo.Prompt) -> str | None:
         return None if self._solution is None else self._solution.format(prompt.answer)
 
-    async def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
-        return list(await asyncio.gather(*(self._judged(episode) for episode in episodes)))
-
-    async def _judged(self, episode: grpo.Episode) -> grpo.Feedback:
+    async def score(self, episode: grpo.Episode) -> grpo.Feedback:
         number = episode.prompt.info["sample"]
         sample = self._samples[number] if number < len(self._samples) else None
         if sample is None or _digest(sample) != episode.prompt.info.get("digest"):

@@ -11,8 +11,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import grpo_core as grpo
-from grpo_plugin_judge.asking import Asker, JudgeModel, Pace, away_by
-from grpo_plugin_judge.cache import Cache
+from grpo_plugin_judge.asking import Asker, Cache, JudgeModel, Pace, away_by
 from grpo_plugin_judge.rubric import PATTERN, TEMPLATE, Rubric
 
 AGREES = 0.1
@@ -109,15 +108,12 @@ class Judge(grpo.Environment):
     def solve(self, prompt: grpo.Prompt) -> str | None:
         return None
 
-    async def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
-        return list(await asyncio.gather(*(self._judge(episode) for episode in episodes)))
-
     async def aclose(self) -> None:
         for asker in self._askers:
             await asker.aclose()
         self._cache.close()
 
-    async def _judge(self, episode: grpo.Episode) -> grpo.Feedback:
+    async def score(self, episode: grpo.Episode) -> grpo.Feedback:
         messages = self._rubric.messages(episode)
         calls = [(asker, vote) for asker in self._askers for vote in range(self._votes)]
         answers = await asyncio.gather(

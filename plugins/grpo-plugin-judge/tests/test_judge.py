@@ -16,8 +16,7 @@ from aiohttp import web
 import grpo_core as grpo
 from grpo_core.kit import EnvironmentProcess, EnvironmentSpec
 from grpo_core.testing import make_offer, run
-from grpo_plugin_judge.asking import Asker, JudgeModel, Pace, whole
-from grpo_plugin_judge.cache import Cache
+from grpo_plugin_judge.asking import Asker, Cache, JudgeModel, Pace, whole
 from grpo_plugin_judge.environment import Judge
 from grpo_plugin_judge.rubric import PATTERN, TEMPLATE, Rubric
 
@@ -139,7 +138,7 @@ def judged(*replies, status=(), url=None, rounds=1, **options):
             for _ in range(rounds):
                 environment = Judge(**{"rubric": "Is it kind?", "url": url or judges.url, **options})
                 try:
-                    feedback = await environment.evaluate([episode(reply) for reply in replies])
+                    feedback = await asyncio.gather(*(environment.score(episode(reply)) for reply in replies))
                 finally:
                     await environment.aclose()
             return feedback, judges
@@ -308,14 +307,14 @@ def test_a_slow_pattern_is_given_up_and_holds_up_nobody():
             environment = Judge(
                 rubric="?", model="tiring", url=judges.url, pattern="((?:a|a)*)[bc]", retries=0
             )
-            judging, ticks = asyncio.create_task(environment.evaluate([episode("please")])), 0
+            judging, ticks = asyncio.create_task(environment.score(episode("please"))), 0
             while not judging.done():
                 await asyncio.sleep(0.01)
                 ticks += 1
             await environment.aclose()
             return judging.result(), ticks
 
-    (feedback,), ticks = asyncio.run(story())
+    feedback, ticks = asyncio.run(story())
     assert feedback.reward is None
     assert "pattern takes more than 1 s" in feedback.error
     assert ticks > 20
@@ -344,7 +343,7 @@ def test_another_question_is_not_answered_by_the_cache(tmp_path, changed):
             }
             for options in (first, {**first, **changed}):
                 environment = Judge(**options)
-                await environment.evaluate([episode("please")])
+                await environment.score(episode("please"))
                 await environment.aclose()
             return len(judges.requests)
 
@@ -356,7 +355,7 @@ def test_a_cache_that_another_process_locks_costs_a_question_and_no_answer(tmp_p
 
     async def asked(url, *replies):
         environment = Judge(rubric="Is it kind?", model="kind", url=url, cache=path)
-        feedback = await environment.evaluate([episode(reply) for reply in replies])
+        feedback = await asyncio.gather(*(environment.score(episode(reply)) for reply in replies))
         await environment.aclose()
         return [(each.reward, each.metrics["cached"]) for each in feedback]
 
@@ -483,14 +482,14 @@ def test_a_mistake_in_the_configuration_is_one_clear_line(options, why):
 def test_a_template_is_sandboxed_and_says_what_it_misses():
     environment = Judge(rubric="", model="kind", url="http://127.0.0.1:1/v1", template="{{ nothing }}")
     with pytest.raises(grpo.PluginError, match="'nothing' is undefined"):
-        asyncio.run(environment.evaluate([episode("please")]))
+        asyncio.run(environment.score(episode("please")))
     environment = Judge(rubric="", model="kind", url="http://127.0.0.1:1/v1", template="{{ answer }}")
     with pytest.raises(grpo.PluginError, match="a value is None; write another text for it"):
-        asyncio.run(environment.evaluate([grpo.Episode(prompt=grpo.Prompt(messages="x"), messages="x")]))
+        asyncio.run(environment.score(grpo.Episode(prompt=grpo.Prompt(messages="x"), messages="x")))
     steals = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     environment = Judge(rubric="", model="kind", url="http://127.0.0.1:1/v1", template=steals)
     with pytest.raises(grpo.PluginError, match="unsafe"):
-        asyncio.run(environment.evaluate([episode("please")]))
+        asyncio.run(environment.score(episode("please")))
 
 
 def test_a_judge_can_be_a_gated_part_of_compose(tmp_path):

@@ -13,6 +13,7 @@ from attrs import evolve, frozen
 from grpo_core import ConfigError, Engine, EngineSetup, GrpoError, Prompt, events
 from grpo_core.app import making
 from grpo_core.contracts.playing import derive_seed
+from grpo_core.data.loaders import IndexedLoader
 from grpo_core.data.samplers import PromptStream
 from grpo_core.engines.wrapped import LimitedEngine
 from grpo_core.kit import Config, PluginHost, reported_to
@@ -24,12 +25,13 @@ from grpo_plugin_replay.times import Times
 from grpo_plugin_replay.world import (
     PlannedEngine,
     PlannedEnvironment,
-    PlannedLoader,
     PlannedRenderer,
     PlannedTrainer,
     Plays,
 )
 
+PROMPTS = 1000
+"""Number of prompts of a task."""
 WARM_UP = 2
 """Number of first steps excluded from means: the pipeline fills, and a real trainer warms up."""
 
@@ -123,7 +125,10 @@ def forecast(
     plays = Plays(times.rollout, seed=seed, group_size=config.rollout.group_size)
     tasks = list(config.tasks) or ["task"]
     environments = {task: PlannedEnvironment(times.environment, plays) for task in tasks}
-    loaders = {task: PlannedLoader(task) for task in tasks}
+    loaders = {}
+    for task in tasks:
+        offered = [Prompt(messages="-", id=str(i), environment=task) for i in range(PROMPTS)]
+        loaders[task] = IndexedLoader(task, offered, seed=seed)
     renderer, sampling = PlannedRenderer(times.rollout.prompt_tokens), making.sampling_params(config.rollout)
     unfiltered = evolve(config, filters={})  # filters read tokens, which are not simulated
     sampler = making.sampler(config, host)

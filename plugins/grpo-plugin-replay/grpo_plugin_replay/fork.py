@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve, frozen
+from attrs import evolve, field, fields_dict, frozen
 from rich.console import Console
 from rich.table import Table
 
@@ -16,9 +16,10 @@ from grpo_core import ConfigError, Group, Rollout, StepResult
 from grpo_core.app import making
 from grpo_core.commands.complaints import say
 from grpo_core.config import check_settings, parse_settings
-from grpo_core.kit import Config, PluginHost, aio, as_table
+from grpo_core.kit import Config, PluginHost, aio, as_table, typed
 from grpo_core.plugins.configured import changed, host_of
 from grpo_core.plugins.options import Settings, Words
+from grpo_core.reporting.stored import OF_ROLLOUT
 from grpo_plugin_replay.history import StepRecord, compared, read
 from grpo_plugin_replay.replay import Replayer, batch_of
 
@@ -190,52 +191,36 @@ def _fits(line: Mapping[str, Any], group: Group, rollout: Rollout) -> bool:
     return all(line.get(name, value) == value for name, value in its.items())
 
 
+@frozen(kw_only=True)
+class _Judged:
+    """A line of rewards; a key that it does not have leaves the rollout's value."""
+
+    reward: float
+    success: bool | None
+    turn_rewards: tuple[float, ...]
+    metrics: Mapping[str, float] = field(factory=dict)
+    turn_states: tuple[str, ...] = ()
+    reply_answer: str | None = None
+    train: bool = True
+
+
 def _judgement(line: Mapping[str, Any], rollout: Rollout, where: str) -> dict[str, Any]:
     """Return the fields of a rollout that a line replaces.  Raises ConfigError."""
-    found = {}
-    for name, (is_right, expected) in _JUDGEMENT.items():
-        key = "reply_answer" if name == "answer" else name  # "answer" is the prompt's
-        if key in line:
-            if not is_right(line[key]):
-                raise ConfigError(f"{where}: {key} is {line[key]!r:.80}; expected {expected}")
-            found[name] = line[key]
-        elif name in ("reward", "success") or (name == "turn_rewards" and rollout.turns > 1):
-            raise ConfigError(f"{where}: has no {key}; expected {expected}")
-    turns = found.setdefault("turn_rewards", [found["reward"]])
-    count = max(1, rollout.turns)
-    if len(turns) != count or not math.isclose(sum(turns), found["reward"], abs_tol=1e-6):
+    given = {**line}
+    if rollout.turns <= 1:
+        given.setdefault("turn_rewards", [line.get("reward")])
+    try:
+        judged = typed.checked(given, _Judged)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    turns, count = judged.turn_rewards, max(1, rollout.turns)
+    if len(turns) != count or not math.isclose(sum(turns), judged.reward, abs_tol=1e-6):
         raise ConfigError(
-            f"{where}: turn_rewards is {turns!r:.80}; expected numbers of {count} turns, which add up to the "
-            f"reward {found['reward']!r}"
+            f"{where}: turn_rewards is {[*turns]!r:.80}; expected numbers of {count} turns, which add up to "
+            f"the reward {judged.reward!r}"
         )
-    return found
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _all(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(kind, value))
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-_JUDGEMENT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "reward": (_is_number, "a finite number, or null"),
-    "success": (lambda value: value is None or isinstance(value, bool), "true, false or null"),
-    "metrics": (
-        lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
-        "numbers by name",
-    ),
-    "turn_rewards": (_all(_is_number), "a list of numbers, one for each turn"),
-    "turn_states": (_all(_is_text), "a list of texts, one for each turn"),
-    "answer": (lambda value: value is None or _is_text(value), "a text, or null"),
-    "train": (lambda value: isinstance(value, bool), "true or false"),
-}
-"""Fields of a rollout that an environment sets, with a check of the value and its description."""
+    replaced = given.keys() & fields_dict(_Judged).keys()
+    return {name: getattr(judged, key) for name, key in OF_ROLLOUT.items() if key in replaced}
 
 
 def reconsidered(

@@ -10,18 +10,22 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core import Batch, ConfigError, Group, StepResult, Trainer
+from grpo_core import Batch, ConfigError, Group, Run, StepResult, Trainer, errors
+from grpo_core.app import making
+from grpo_core.app.model_sources import started_from
 from grpo_core.commands.complaints import say
-from grpo_core.kit import Config, aio, scratch_directory
+from grpo_core.config import TrainerConfig
+from grpo_core.config.run import needed_scores
+from grpo_core.kit import Config, PluginHost, aio, files, scratch_directory
 from grpo_core.loop import rows
+from grpo_core.loop.checkpoint import fault
 from grpo_core.plugins.configured import host_of
 from grpo_core.plugins.options import Words
-from grpo_plugin_replay.again import saved_before, trainer_again
+from grpo_core.storage.run_directory import RunDirectory
 from grpo_plugin_replay.history import History, StepRecord, first_metric, first_tensor, read
 
 SECTIONS = ("seed", "model", "trainer", "loss", "scores", "optimizer", "health")
@@ -110,15 +114,11 @@ class Replayer:
 
     async def __aenter__(self) -> Self:
         self.scratch = Path(self._stack.enter_context(scratch_directory()))
+        self._stack.push_async_callback(self.stop)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            await self.stop()
-        finally:
-            await self._stack.aclose()
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
 
     async def begin(self, step: int) -> str:
         """Start a trainer with the newest saved version before a step; return its origin.
@@ -190,6 +190,53 @@ class Replayer:
         if self._trainer is not None:
             trainer, self._trainer = self._trainer, None
             await trainer.aclose()
+
+
+def saved_before(run: Path, step: int) -> tuple[int, Path | None]:
+    """Return step and path of the newest checkpoint before a step; (0, None) is the initial model.
+
+    Raises CheckpointError if it is damaged.
+    """
+    saved = Run(run).checkpoints
+    version = max((each for each in saved if each < step), default=0)
+    directory = saved.get(version)
+    if directory is not None and (found := fault(directory)) is not None:
+        raise errors.CheckpointError(
+            f"{directory}: {found}; to replay from the checkpoint before, move this one away"
+        )
+    return version, directory
+
+
+async def trainer_again(
+    run: Path, config: Config, host: PluginHost, *, saved: Path | None, threads: int, log: Path
+) -> Trainer:
+    """Start the run's trainer on this machine; a trainer in a cluster gets the same number of ranks here.
+
+    Args:
+        run: directory of the run.
+        saved: saved state to continue from; None is the initial model.
+        threads: number of torch threads; 0 takes the configuration's.
+        log: file for the output of the trainer's process.
+    """
+    chosen = config.trainer
+    start = str(started_from(RunDirectory(run), config))
+    scores = {
+        name: evolve(score, weights=files.local_directory(score.model)) if score.model else score
+        for name, score in needed_scores(config.scores, making.loss(config.loss, host).needs).items()
+    }
+    setup = evolve(
+        making.trainer_setup(config, host, start, scores=scores),
+        trainer=evolve(chosen, threads=threads or chosen.threads, profile=0),
+        resume_from=str(saved) if saved else None,
+        async_save=False,
+        engine_dtype="auto",
+        log=str(log),
+    )
+    if making.place_of_trainer(chosen, host):
+        chosen = TrainerConfig()
+    trainer: Trainer = host.make("trainer", chosen.name, setup, **chosen.options)
+    await trainer.started()
+    return trainer
 
 
 def batch_of(groups: Sequence[Group], recorded: StepRecord) -> Batch:

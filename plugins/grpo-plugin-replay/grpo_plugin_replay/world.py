@@ -315,25 +315,3 @@ class PlannedRenderer:
 
     def texts(self, rows: Sequence[Sequence[int]], before: Sequence[Sequence[int]] = ()) -> list[str]:
         return [str(row[0]) for row in rows]
-
-
-@define
-class PlannedLoader:
-    """An endless stream of a task's prompts."""
-
-    task: str
-    _taken: int = field(init=False, default=0)
-
-    def __len__(self) -> int:
-        return 1000
-
-    def take(self, n: int) -> list[Prompt]:
-        first, self._taken = self._taken, self._taken + n
-        places = [place % len(self) for place in range(first, first + n)]
-        return [Prompt(messages="-", id=str(place), environment=self.task) for place in places]
-
-    def place(self, prompt: Prompt) -> int:
-        return int(prompt.id)
-
-    def skip(self, prompt: Prompt, reason: str) -> None:
-        return None

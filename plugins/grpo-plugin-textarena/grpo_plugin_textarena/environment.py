@@ -13,8 +13,7 @@ from typing import Any
 import attrs
 
 import grpo_core as grpo
-from grpo_plugin_textarena.chance import drawing_from
-from grpo_plugin_textarena.games import Games, Play, seen
+from grpo_plugin_textarena.games import Games, Play, drawing_from, seen
 
 UNLIMITED = 50
 """Largest number of completions for a game without a limit of moves."""

@@ -1,5 +1,8 @@
 """Loads games of TextArena, and refuses unsuitable ones.
 
+TextArena's games draw from the global generators of ``random`` and numpy.  Many games run interleaved in one
+process, so each has a separate random state to be independent of the others.
+
 The list of refused games was measured with TextArena 0.7.4; the tests of this plugin measure it again.
 """
 
@@ -9,6 +12,7 @@ import contextlib
 import hashlib
 import importlib
 import inspect
+import random
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,7 +21,6 @@ from typing import Any
 from attrs import define
 
 import grpo_core as grpo
-from grpo_plugin_textarena.chance import Chance, drawing_from
 
 INSTALL = "pip install 'textarena>=0.7.4,<0.8'"
 
@@ -32,6 +35,55 @@ MORE = "textarena:{} is refused: it is not a game for one player"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PLACES = ("corpora/{}", "corpora/{}.zip", "taggers/{}", "taggers/{}.zip", "tokenizers/{}")
 """Relative paths of nltk's downloads."""
+States = tuple[Any, Any]
+"""States of the generators of ``random`` and numpy; None without numpy."""
+
+
+@define(eq=False)
+class Chance:
+    """The random state of one game, which continues from turn to turn."""
+
+    states: States
+
+    @classmethod
+    def of(cls, seed: int) -> Chance:
+        with _restored():
+            random.seed(seed)
+            if numpy := sys.modules.get("numpy"):
+                numpy.random.seed(seed % 2**32)
+            return cls(_states())
+
+
+@contextlib.contextmanager
+def drawing_from(chance: Chance) -> Iterator[None]:
+    """Swap this state into the global generators during the block."""
+    with _restored():
+        _set(chance.states)
+        try:
+            yield
+        finally:
+            chance.states = _states()
+
+
+@contextlib.contextmanager
+def _restored() -> Iterator[None]:
+    before = _states()
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _states() -> States:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), numpy.random.get_state() if numpy else None
+
+
+def _set(states: States) -> None:
+    ours, of_numpy = states
+    random.setstate(ours)
+    if of_numpy is not None:
+        sys.modules["numpy"].random.set_state(of_numpy)
 
 
 @define(eq=False)

@@ -14,8 +14,8 @@ from grpo_plugin_devkit.environments import check_environment
 
 textarena = pytest.importorskip("textarena", reason="needs TextArena: pip install textarena")
 
-from grpo_plugin_textarena.chance import Chance, drawing_from  # noqa: E402
 from grpo_plugin_textarena.environment import TextArena  # noqa: E402
+from grpo_plugin_textarena.games import Chance, drawing_from  # noqa: E402
 
 OTHER = os.environ.get("GRPO_TEXTARENA_PYTHON", "")
 

@@ -1,15 +1,70 @@
-"""Checkpoints as artifacts, through the common interface of Weights & Biases and Trackio."""
+"""Tables of rollouts, and checkpoints as artifacts, by the common interface of W&B and Trackio."""
 
 from __future__ import annotations
 
+import importlib
 import logging
 import re
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpo_core as grpo
+from grpo_plugin_trackers.examples import COLUMNS, rows
 
 log = logging.getLogger("grpo_core")
+
+
+class Service(grpo.Tracker):
+    """Base class of the trackers that log to a run of ``wandb`` or ``trackio``.
+
+    Args:
+        library: name of the module.
+        completions: number of rollouts in each logged table.
+        every: number of steps between two tables.
+        artifacts: whether to log each checkpoint as a version of an artifact with the run's name.
+    """
+
+    def __init__(
+        self, run: grpo.RunInfo, library: str, completions: int, every: int, artifacts: bool
+    ) -> None:
+        self._run, self._library, self._artifacts = run, library, artifacts
+        self._completions, self._every = completions, max(1, every)
+        self._made: Any = None
+
+    @property
+    def _writer(self) -> Any:
+        """The library's run, created on the tracker's thread, because it may wait for a network."""
+        if self._made is None:
+            self._made = self._begun(importlib.import_module(self._library))
+        return self._made
+
+    @abstractmethod
+    def _begun(self, library: Any) -> Any:
+        """Return a new run of the library."""
+
+    @abstractmethod
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Log values of a step."""
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._log(step, values)
+
+    def rollouts(self, step: int, groups: Sequence[grpo.Group]) -> None:
+        if self._completions and step % self._every == 0:
+            found = [list(row) for row in rows(step, groups, self._completions)]
+            table = importlib.import_module(self._library).Table(columns=list(COLUMNS), data=found)
+            self._log(step, {"rollouts": table})
+
+    def event(self, event: grpo.events.Event) -> None:
+        if self._artifacts and isinstance(event, grpo.events.Saved):
+            log_checkpoint(importlib.import_module(self._library), self._writer, self._run.name, event)
+
+    def close(self) -> None:
+        if self._made is not None:
+            self._made.finish()
+            self._made = None
 
 
 def log_checkpoint(library: Any, run: Any, name: str, event: grpo.events.Saved) -> None:

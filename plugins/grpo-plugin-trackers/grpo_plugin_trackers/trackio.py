@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import grpo_core as grpo
-from grpo_plugin_trackers.artifacts import log_checkpoint
-from grpo_plugin_trackers.examples import COLUMNS, rows
+from grpo_plugin_trackers.artifacts import Service
 
 
-class Trackio(grpo.Tracker):
+class Trackio(Service):
     """Logs to Trackio; ``trackio show --project PROJECT`` opens its dashboard.
 
     Args:
@@ -33,50 +32,21 @@ class Trackio(grpo.Tracker):
         group: str = "",
         artifacts: bool = False,
     ) -> None:
-        self._run = run
+        super().__init__(run, "trackio", completions, every, artifacts)
         self._project, self._space, self._group = project, space, group
-        self._completions, self._every = completions, max(1, every)
-        self._artifacts = artifacts
-        self._made: Any = None
 
-    @property
-    def _writer(self) -> Any:
-        """Trackio's run, created on the tracker's thread, because it may wait for a network."""
-        if self._made is None:
-            import trackio
+    def _begun(self, library: Any) -> Any:
+        return library.init(
+            self._project,
+            name=self._run.name,
+            group=self._group or None,
+            space_id=self._space or None,
+            config=dict(self._run.config),
+            # names are not unique, so do not continue another run with this name
+            resume="never" if self._run.resumed_from is None else "allow",
+            embed=False,  # do not start a dashboard
+            auto_log_cpu=False,  # the run's metrics include memory and CPU time of its processes
+        )
 
-            self._made = trackio.init(
-                self._project,
-                name=self._run.name,
-                group=self._group or None,
-                space_id=self._space or None,
-                config=dict(self._run.config),
-                # names are not unique, so do not continue another run with this name
-                resume="never" if self._run.resumed_from is None else "allow",
-                embed=False,  # do not start a dashboard
-                auto_log_cpu=False,  # the run's metrics include memory and CPU time of its processes
-            )
-        return self._made
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
         self._writer.log(dict(values), step=step)
-
-    def rollouts(self, step: int, groups: Sequence[grpo.Group]) -> None:
-        if not self._completions or step % self._every:
-            return
-        import trackio
-
-        found = rows(step, groups, self._completions)
-        table = trackio.Table(columns=list(COLUMNS), data=[list(row) for row in found])
-        self._writer.log({"rollouts": table}, step=step)
-
-    def event(self, event: grpo.events.Event) -> None:
-        if self._artifacts and isinstance(event, grpo.events.Saved):
-            import trackio
-
-            log_checkpoint(trackio, self._writer, self._run.name, event)
-
-    def close(self) -> None:
-        if self._made is not None:
-            self._made.finish()
-            self._made = None

@@ -10,14 +10,13 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import grpo_core as grpo
-from grpo_plugin_trackers.artifacts import log_checkpoint
-from grpo_plugin_trackers.examples import COLUMNS, rows
+from grpo_plugin_trackers.artifacts import Service
 
 ID = "wandb-id"
 """File in the run's directory with W&B's id, for resuming."""
 
 
-class WeightsAndBiases(grpo.Tracker):
+class WeightsAndBiases(Service):
     """Logs to Weights & Biases, with the key of ``wandb login`` or ``WANDB_API_KEY``.
 
     Args:
@@ -49,7 +48,7 @@ class WeightsAndBiases(grpo.Tracker):
                 "tracker wandb: there is no key; set WANDB_API_KEY, run `wandb login`, or set "
                 'tracking.wandb.mode = "offline"'
             )
-        self._run = run
+        super().__init__(run, "wandb", completions, every, artifacts)
         self._options: dict[str, Any] = {
             "project": project,
             "entity": entity or None,
@@ -57,56 +56,32 @@ class WeightsAndBiases(grpo.Tracker):
             "group": group or None,
             "tags": list(tags),
         }
-        self._completions, self._every = completions, max(1, every)
-        self._artifacts = artifacts
-        self._made: Any = None
 
-    @property
-    def _writer(self) -> Any:
-        """W&B's run, created on the tracker's thread, because it may wait for a network."""
-        if self._made is None:
-            import wandb
+    def _begun(self, library: Any) -> Any:
+        begun = library.init(
+            **self._options,
+            name=self._run.name,
+            id=_id(self._run.directory / ID),
+            resume="allow",
+            dir=str(self._run.directory),
+            config=dict(self._run.config),
+            # do not upload the run's output and log
+            settings=library.Settings(console="off", silent=True),
+        )
+        # W&B's step must increase, but validations belong to earlier versions
+        begun.define_metric("step")
+        begun.define_metric("*", step_metric="step")
+        return begun
 
-            self._made = wandb.init(
-                **self._options,
-                name=self._run.name,
-                id=_id(self._run.directory / ID),
-                resume="allow",
-                dir=str(self._run.directory),
-                config=dict(self._run.config),
-                # do not upload the run's output and log
-                settings=wandb.Settings(console="off", silent=True),
-            )
-            # W&B's step must increase, but validations belong to earlier versions
-            self._made.define_metric("step")
-            self._made.define_metric("*", step_metric="step")
-        return self._made
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
         self._writer.log({"step": step, **values})
 
-    def rollouts(self, step: int, groups: Sequence[grpo.Group]) -> None:
-        if not self._completions or step % self._every:
-            return
-        import wandb
-
-        found = rows(step, groups, self._completions)
-        table = wandb.Table(columns=list(COLUMNS), data=[list(row) for row in found])
-        self._writer.log({"step": step, "rollouts": table})
-
     def event(self, event: grpo.events.Event) -> None:
-        if self._artifacts and isinstance(event, grpo.events.Saved):
-            import wandb
-
-            log_checkpoint(wandb, self._writer, self._run.name, event)
+        super().event(event)
         if isinstance(event, grpo.events.RunEnded) and (self._run.directory / ID).exists():
             # includes runs of killed processes
             self._writer.finish(exit_code=1 if event.reason == "failed" else 0)
             self._made = None
-
-    def close(self) -> None:
-        if self._made is not None:
-            self._made.finish()
 
 
 def _has_key() -> bool:

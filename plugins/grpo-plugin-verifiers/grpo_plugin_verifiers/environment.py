@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -146,10 +145,7 @@ class Scored(VerifiersTaskset):
         self.concurrency, self.deadline = at_once, seconds
         self.tasks.check_rewards()
 
-    async def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
-        return list(await asyncio.gather(*(self._judged(episode) for episode in episodes)))
-
-    async def _judged(self, episode: grpo.Episode) -> grpo.Feedback:
+    async def score(self, episode: grpo.Episode) -> grpo.Feedback:
         task = self.task(episode.prompt)
         if isinstance(task, grpo.Feedback):
             return task

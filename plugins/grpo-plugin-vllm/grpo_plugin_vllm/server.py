@@ -10,6 +10,7 @@ import os
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -25,7 +26,6 @@ from grpo_core import (
 )
 from grpo_core.kit import DecodingServer, check_request, scratch_directory
 from grpo_plugin_vllm import completing
-from grpo_plugin_vllm.alone import Queue
 from grpo_plugin_vllm.options import (
     Options,
     arguments,
@@ -270,3 +270,37 @@ def _resolve(device: str) -> str:
 
         return "cuda" if torch.cuda.is_available() else "cpu"
     return device
+
+
+class Queue:
+    """A queue of calls; the next one starts when no request runs."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Sequence[tuple[int, GenerationRequest]]] = deque()
+        self._running: set[int] = set()
+
+    def put(self, call: Sequence[tuple[int, GenerationRequest]]) -> None:
+        """Add a call; greedy calls for one token, such as a canary, go first."""
+        if all(request.max_tokens == 1 and request.temperature == 0.0 for _, request in call):
+            self._waiting.appendleft(call)
+        else:
+            self._waiting.append(call)
+
+    def next(self) -> Sequence[tuple[int, GenerationRequest]]:
+        """Return the call to start now; empty if there is none, or another one runs."""
+        if self._running or not self._waiting:
+            return ()
+        call = self._waiting.popleft()
+        self._running = {key for key, _ in call}
+        return call
+
+    def ended(self, key: int) -> None:
+        self._running.discard(key)
+
+    def forget(self, keys: set[int]) -> set[int]:
+        """Remove requests; return the running ones among them."""
+        left = ([entry for entry in call if entry[0] not in keys] for call in self._waiting)
+        self._waiting = deque(call for call in left if call)
+        running = self._running & keys
+        self._running -= keys
+        return running

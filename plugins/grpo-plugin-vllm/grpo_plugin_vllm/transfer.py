@@ -8,12 +8,13 @@ of ``collective``) into the model's parameters.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from attrs import asdict
 
-from grpo_core import TensorInfo, TensorPart, Weights
+from grpo_core import Weights
+from grpo_core.kit import typed
 
 if TYPE_CHECKING:
     import torch
@@ -33,29 +34,11 @@ LAYERWISE = "GRPO_CORE_VLLM_LAYERWISE"
 
 def as_table(weights: Weights) -> dict[str, Any]:
     """Return the description of weights for the backend, as values for msgpack or JSON."""
-    return {
-        "version": weights.version,
-        "location": weights.location,
-        "nbytes": weights.nbytes,
-        "tensors": [{**asdict(info), "shape": list(info.shape)} for info in weights.tensors],
-        "base": weights.base,
-    }
+    return asdict(weights, filter=lambda each, _: each.name != "canary")
 
 
-def from_table(
-    version: int, location: str, nbytes: int, tensors: Iterable[dict[str, Any]], base: str
-) -> Weights:
-    infos = tuple(
-        TensorInfo(
-            **{
-                **info,
-                "shape": tuple(info["shape"]),
-                "parts": tuple(TensorPart(**part) for part in info.get("parts", ())),
-            }
-        )
-        for info in tensors
-    )
-    return Weights(version=version, location=location, nbytes=nbytes, tensors=infos, base=base)
+def from_table(table: Mapping[str, Any]) -> Weights:
+    return typed.converter().structure(table, Weights)
 
 
 def rank_of(weights: Weights) -> int:

@@ -57,7 +57,7 @@ class Fetching:
             adapters: directory for adapters in vLLM's format; None if vLLM does not load them separately.
         """
         writes_to = Path(adapters) if adapters and not self.rank else None
-        self._fetching: Future[str] = _fetcher.submit(_fetch, from_table(**table), self.device, writes_to)
+        self._fetching: Future[str] = _fetcher.submit(_fetch, from_table(table), self.device, writes_to)
 
     def fetched_weights(self, wait: bool) -> str | None:
         """Return the error in the weights, "" without one, or None before the end of the verification."""
@@ -134,7 +134,7 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         missing = set(self._names)
-        weights = from_table(**vars(update_info))
+        weights = from_table(vars(update_info))
         try:
             for tensors in read_buckets(weights, verify=_is_sent(weights), device=self.device):
                 loaded = self.model.load_weights(iter(tensors.items()))

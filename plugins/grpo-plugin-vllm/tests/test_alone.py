@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from grpo_core import GenerationRequest
-from grpo_plugin_vllm.alone import Queue
+from grpo_plugin_vllm.server import Queue
 
 LONG, SHORT = (GenerationRequest(prompt_ids=(1,), max_tokens=n) for n in (9, 1))
 PROBE = GenerationRequest(prompt_ids=(1,), max_tokens=1, temperature=0.0)

@@ -301,7 +301,7 @@ def test_the_parts_of_a_trainers_ranks_are_sent_with_their_checksums():
     (info,) = SharedMemoryWriter().write(3, [("a", torch.arange(6))]).tensors
     parts = tuple(TensorPart(rank=i, first=3 * i, rows=3, checksum=2**64 - i - 1) for i in range(2))
     weights = Weights(version=3, location="/w", nbytes=64, tensors=(evolve(info, parts=parts),), base="")
-    assert from_table(**json.loads(json.dumps(as_table(weights)))) == weights
+    assert from_table(json.loads(json.dumps(as_table(weights)))) == weights
 
 
 def test_a_directory_that_both_see_takes_the_weights_of_a_server_elsewhere(tmp_path):
@@ -310,7 +310,7 @@ def test_a_directory_that_both_see_takes_the_weights_of_a_server_elsewhere(tmp_p
         assert sent["location"] == str(tmp_path / "w" / "weights.bin")
         from grpo_plugin_vllm.transfer import from_table
 
-        tensors = read_weights(from_table(**sent))
+        tensors = read_weights(from_table(sent))
         assert tensors["a"].tolist() == [0, 1, 2, 3, 4, 5]
 
     played(story, directory=tmp_path / "w")

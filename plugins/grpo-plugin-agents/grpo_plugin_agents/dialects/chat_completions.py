@@ -1,19 +1,40 @@
-"""The dialect of OpenAI's Chat Completions API."""
+"""The dialect of OpenAI's Chat Completions API, and what its Responses API shares with it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_core.text import thoughts
-from grpo_plugin_agents.dialects import openai, reading
+from grpo_plugin_agents.dialects import reading
 from grpo_plugin_agents.dialects.requests import Answer, ChatRequest, History
 
 _READ = ("max_completion_tokens", "max_tokens", "messages", "n", "stop", "stream_options")
 """Fields that only this dialect has."""
 
+CREATED = 0
+"""Timestamp of every reply, in seconds; constant, so that equal requests have equal replies."""
 
-class ChatCompletions(openai.Errors):
+
+def arguments(call: Mapping[str, Any]) -> str:
+    arguments = call["function"]["arguments"]
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+class Errors:
+    """The errors of OpenAI's dialects."""
+
+    def error(self, status: int, message: str, code: str) -> dict[str, Any]:
+        kinds = {401: "authentication_error", 404: "not_found_error"}
+        kind = "server_error" if status >= 500 else kinds.get(status, "invalid_request_error")
+        return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+    def failure(self, status: int, message: str, code: str) -> tuple[str, Any]:
+        return "", self.error(status, message, code)
+
+
+class ChatCompletions(Errors):
     """``POST /v1/chat/completions``."""
 
     def read(self, body: Mapping[str, Any], history: History) -> ChatRequest:
@@ -63,7 +84,7 @@ class ChatCompletions(openai.Errors):
         return {
             "id": f"chatcmpl-{answers[0].id}",
             "object": kind,
-            "created": openai.CREATED,
+            "created": CREATED,
             "model": request.model,
         }
 
@@ -96,7 +117,7 @@ def _chat_reply(answer: Answer) -> dict[str, Any]:
         message["content"] = content or None
         message["tool_calls"] = [
             {"id": call["id"], "type": "function",
-             "function": {"name": call["function"]["name"], "arguments": openai.arguments(call)}}
+             "function": {"name": call["function"]["name"], "arguments": arguments(call)}}
             for call in answer.calls
         ]  # fmt: skip
     return message

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_plugin_agents.dialects import openai, reading
-from grpo_plugin_agents.dialects.chat_completions import message_of
+from grpo_plugin_agents.dialects import reading
+from grpo_plugin_agents.dialects.chat_completions import CREATED, Errors, arguments, message_of
 from grpo_plugin_agents.dialects.requests import Answer, BadRequest, ChatRequest, History
 
 _READ = ("input", "instructions", "max_output_tokens", "previous_response_id", "text")
 """Fields that only this dialect has."""
 
 
-class Responses(openai.Errors):
+class Responses(Errors):
     """``POST /v1/responses``."""
 
     def read(self, body: Mapping[str, Any], history: History) -> ChatRequest:
@@ -50,7 +50,7 @@ class Responses(openai.Errors):
         return {
             "id": f"resp_{answer.id}",
             "object": "response",
-            "created_at": openai.CREATED,
+            "created_at": CREATED,
             "model": request.model,
             "error": None,
             "instructions": None,
@@ -132,7 +132,7 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
             "status": status,
             "call_id": call["id"],
             "name": call["function"]["name"],
-            "arguments": openai.arguments(call),
+            "arguments": arguments(call),
         }
         for call in answer.calls
     ]
