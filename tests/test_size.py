@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from size import code_lines, counted, sums
 
-LIMITS = {"core": 22_114, "built-in": 5_470, "all distributions": 52_482}
+LIMITS = {"core": 22_114, "built-in": 5_470, "all distributions": 52_477}
 
 
 @pytest.mark.parametrize("part", LIMITS)

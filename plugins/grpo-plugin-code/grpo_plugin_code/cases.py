@@ -37,6 +37,18 @@ class Called:
     """Whether ``expected`` is an expression, which is evaluated without the model's code."""
 
 
+class Tested(grpo.Environment):
+    """Base class of environments whose prompts are the rows of a task's data, with tests in each."""
+
+    success = 1.0
+
+    def prompts(self, split: str) -> Sequence[grpo.Prompt]:
+        raise grpo.ConfigError(
+            "code: there are no prompts; give them with tasks.NAME.data (and validation_data, or "
+            "validation.every = 0), with a list of tests in each row"
+        )
+
+
 def cases_of(given: Any, where: str) -> list[Printed | Called]:
     """Parse the tests of a row, which may be JSON.  Raises PluginError for invalid tests."""
     given = parsed(given)

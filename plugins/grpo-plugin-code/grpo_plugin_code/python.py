@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import grpo_core as grpo
 from grpo_plugin_code.blocks import program_of
-from grpo_plugin_code.cases import Called, Printed, cases_of
+from grpo_plugin_code.cases import Called, Printed, Tested, cases_of
 from grpo_plugin_code.sandbox import Job, Limits, Outcome, Sandboxes
 from grpo_plugin_code.values import NotANumberError, form_in, form_of
 
@@ -18,7 +18,7 @@ LONG = 2**14
 """Length of a value, in characters, from which it is parsed in a thread."""
 
 
-class PythonCode(grpo.Environment):
+class PythonCode(Tested):
     """Runs the last block of Python of each reply against the tests of its prompt, in a sandbox.
 
     A program passes a test by what it prints or returns.  That is compared with the expected values outside
@@ -62,17 +62,10 @@ class PythonCode(grpo.Environment):
         cores = at_once or len(os.sched_getaffinity(0))
         self._sandboxes = Sandboxes(limits, at_once=cores, ready=ready)
         self._tests, self._share = tests, reward == "share"
-        self.success = 1.0
         self.concurrency = 2 * cores
         self.deadline = 60.0 + 20 * seconds
         self._expected: dict[str, str | None] = {}
         """Canonical forms of expected values, by expression."""
-
-    def prompts(self, split: str) -> Sequence[grpo.Prompt]:
-        raise grpo.ConfigError(
-            "code: there are no prompts; give them with tasks.NAME.data (and validation_data, or "
-            "validation.every = 0), with a list of tests in each row"
-        )
 
     def prompt(self, row: Mapping[str, Any]) -> grpo.Prompt:
         """Return the prompt of a row after validating its tests."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import attrs
 
 import grpo_core as grpo
-from grpo_plugin_code.cases import parsed, stripped
+from grpo_plugin_code.cases import Tested, parsed, stripped
 from grpo_plugin_code.commands import Commands, Ran, packed, room_of
 from grpo_plugin_code.sandbox import MIB, Limits
 
@@ -40,7 +40,7 @@ class Shell:
         return tool_result(ran)
 
 
-class ShellTask(grpo.Environment):
+class ShellTask(Tested):
     """Lets the model work with commands in a sandbox, and judges the files that it leaves.
 
     The model has the tool ``run``.  When it calls it no more, its files are tested in a new sandbox, in which
@@ -61,8 +61,6 @@ class ShellTask(grpo.Environment):
         at_once: number of commands that run at once; 0 is one for each core.
         ready: number of sandboxes that are started ahead.
     """
-
-    success = 1.0
 
     def __init__(
         self,
@@ -93,12 +91,6 @@ class ShellTask(grpo.Environment):
         self._tests, self._files, self._share, self._space = tests, files, reward == "share", space
         self.max_turns = max_turns
         self.concurrency, self.deadline = 2 * cores, 120.0 + 20 * seconds
-
-    def prompts(self, split: str) -> Sequence[grpo.Prompt]:
-        raise grpo.ConfigError(
-            "code: there are no prompts; give them with tasks.NAME.data (and validation_data, or "
-            "validation.every = 0), with a list of tests in each row"
-        )
 
     def prompt(self, row: Mapping[str, Any]) -> grpo.Prompt:
         """Return the prompt of a row after validating its tests and files."""
