@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from size import code_lines, counted, sums
 
-LIMITS = {"core": 22_114, "built-in": 5_470, "all distributions": 52_477}
+LIMITS = {"core": 21_999, "built-in": 5_469, "all distributions": 52_336}
 
 
 @pytest.mark.parametrize("part", LIMITS)
