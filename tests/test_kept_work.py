@@ -415,6 +415,27 @@ def test_a_trainer_that_has_died_saves_nothing():
     assert not run_.saved
 
 
+def test_a_step_has_ended_when_the_trainer_dies_while_the_engine_takes_older_weights():
+    run_ = saving()
+    update = run_.engine.update_weights
+
+    async def slowly(weights):
+        await asyncio.sleep(60.0)
+        await update(weights)
+
+    async def died():
+        await run_.pipeline._changes.until(lambda: run_.trainer.version >= AT)
+        await asyncio.sleep(1.0)
+        raise TrainerError("trainer died (killed by SIGKILL)")
+
+    run_.engine.update_weights = slowly
+    run_.pipeline.checks.watch = [died]
+    fails(run_, TrainerError, "^trainer died")
+    assert [event.step for event in run_.of(StepEnded)] == list(range(1, AT + 1))
+    assert [event.step for event in run_.of(Saving)] == [AT]
+    assert run_.of(Synced)[-1].step == AT - 2
+
+
 def test_a_trainer_that_never_answers_does_not_hold_the_run_for_ever():
     run_ = saving(schedule={"ending": 500.0})
     run_.pipeline.checks.watch = [after_the_begin_of_a_step(run_, [])]

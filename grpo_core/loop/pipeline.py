@@ -564,8 +564,8 @@ class Pipeline:
                 for name, seconds in result.parts.items()
             ]
             self._trained = result.version
-            await self._synced()  # the engine may still be reading the previous weights
             try:
+                await self._synced()  # the engine may still be reading the previous weights
                 await self._publish(step + 1, groups)
             finally:  # the step is done, even if its weights are not published
                 metrics = self._account(groups, batch, result, parts, waited)
