@@ -23,7 +23,7 @@ def test_an_import_looks_at_its_objects_a_few_times():
         collect_rarely()
         rarely = made()
         spare_the_collector()
-        print(usual > 100, rarely < 10, rarely < made() < usual)
+        print(usual > 100, rarely < 10, made() < 10)
     """
     assert told(code) == ["True", "True", "True"]
 
@@ -37,4 +37,4 @@ def test_it_runs_less_often_than_pythons_and_skips_living_objects():
         spare_the_collector()
         print(*gc.get_threshold(), gc.is_tracked(kept), any(each is kept for each in gc.get_objects()))
     """
-    assert told(code) == ["10000", "8", "7", "True", "False"]
+    assert told(code) == ["50000", "8", "7", "True", "False"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from size import code_lines, counted, sums
 
-LIMITS = {"core": 21_999, "built-in": 5_469, "all distributions": 52_336}
+LIMITS = {"core": 22_004, "built-in": 5_469, "all distributions": 52_341}
 
 
 @pytest.mark.parametrize("part", LIMITS)

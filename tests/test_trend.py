@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import sys
 
 import pytest
 
@@ -82,3 +84,13 @@ def test_a_recovery_takes_the_fall_back():
         trend.observe(step + 1, {"reward/words": 0.5})
     assert found["words"] is not None
     assert trend.observe(*validation(40, [1.0] * 90 + [0.0] * 10))["words"] is None
+
+
+def test_a_step_leaves_no_object_behind():
+    trend = Trend()
+    trend.observe(0, {"reward/words": 0.0})
+    gc.collect()
+    before = sys.getallocatedblocks()
+    for step in range(1, 10_000):
+        trend.observe(step, {"reward/words": step / 10_000, "loss": 0.1})
+    assert sys.getallocatedblocks() - before < 100

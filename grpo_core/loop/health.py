@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from array import array
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from math import inf, sqrt
 from statistics import fmean, median
@@ -198,7 +200,8 @@ class Fall:
 class Trend:
     """Compares the validations of each task with its rewards in training."""
 
-    _rewards: dict[str, list[tuple[int, float]]] = field(init=False, factory=dict)
+    _rewards: dict[str, tuple[array[int], array[float]]] = field(init=False, factory=dict)
+    """Steps and rewards of each task, as numbers alone: a run may have a million steps."""
     _measured: dict[tuple[str, str], list[Validation]] = field(init=False, factory=dict)
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, Fall | None]:
@@ -208,7 +211,9 @@ class Trend:
             first, _, rest = name.partition("/")
             task, _, metric = rest.rpartition("/")
             if first == "reward":
-                self._rewards.setdefault(rest, []).append((step, value))
+                steps, rewards = self._rewards.setdefault(rest, (array("q"), array("d")))
+                steps.append(step)
+                rewards.append(value)
             elif first == "validation" and metric in ("accuracy", "reward"):
                 low, high = (metrics.get(f"{name}_{end}", value) for end in ("low", "high"))
                 validation = Validation(
@@ -223,7 +228,8 @@ class Trend:
 
     def _fall(self, task: str, metric: str) -> Fall | None:
         """Compare the last third of the validations with the best window of the same length before it."""
-        measured, rewards = self._measured[task, metric], self._rewards.get(task, [])
+        measured = self._measured[task, metric]
+        steps, rewards = self._rewards.get(task, (array("q"), array("d")))
         width = max(1, len(measured) // 3)
         prompts = min(each.prompts for each in measured)
         if len(measured) < 2 or prompts < FEWEST or not rewards:
@@ -234,12 +240,11 @@ class Trend:
         # n prompts that all agree have an interval of no width, and still prove no more than n prompts can
         least = fell**2 / (4 * prompts)
         error = sqrt((sum(each.variance for each in (*best, *last)) / width + least) / width)
-        before = [reward for step, reward in rewards if step <= best[-1].step][-WINDOW:]
-        values = [reward for _, reward in rewards]
-        trained = fmean(before or values[:WINDOW]), fmean(values[-WINDOW:])
+        before = rewards[: bisect_right(steps, best[-1].step)][-WINDOW:]
+        trained = fmean(before or rewards[:WINDOW]), fmean(rewards[-WINDOW:])
         if fell <= 0 or fell < SURELY * error:
             return None
-        if trained[1] < trained[0] - STILL * (max(values) - min(values)):
+        if trained[1] < trained[0] - STILL * (max(rewards) - min(rewards)):
             return None
         return Fall(
             task=task,

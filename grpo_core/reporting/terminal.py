@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any, Literal
 from urllib.parse import unquote
@@ -216,10 +217,10 @@ class TerminalTracker(Tracker):
         self._recent: deque[Mapping[str, float]] = deque(maxlen=_RECENT)
         self._tasks = set(run.config.get("tasks", ()))
         """Names of the tasks; no mean over several is shown, since it would move with their shares."""
-        self._rewards: dict[str, list[float]] = {}
-        """The rewards of each task so far."""
-        self._validation: dict[str, list[float | None]] = {}
-        """Values of the metric that represents each task, by task; None where a validation has none."""
+        self._rewards: dict[str, deque[float]] = defaultdict(partial(deque, maxlen=_TASK_WIDTH))
+        """The last rewards of each task."""
+        self._validation: dict[str, deque[float | None]] = defaultdict(partial(deque, maxlen=_WIDTH))
+        """The last values of the metric that represents each task; None where a validation has none."""
         self._scores: dict[str, str] = {}
         """The last value of each as text."""
         self._step = run.resumed_from or 0
@@ -322,12 +323,12 @@ class TerminalTracker(Tracker):
         for task in _tasks_of(metrics):
             self._tasks.add(task)
             if (reward := metrics.get(f"reward/{task}")) is not None:
-                self._rewards.setdefault(task, []).append(reward)
+                self._rewards[task].append(reward)
 
     def _keep_validation(self, task: str, metrics: Mapping[str, Any]) -> None:
         name = headline(metrics)
         if name is not None or "unscored" in metrics:
-            self._validation.setdefault(task, []).append(metrics.get(name or ""))
+            self._validation[task].append(metrics.get(name or ""))
             part = f" on {number_of_prompts(metrics)}" if OF in metrics else ""
             self._scores[task] = score(name or "", metrics) + part
 
@@ -406,7 +407,7 @@ class TerminalTracker(Tracker):
         if text := self._now.checkpoint():
             rows.append(("checkpoint", text, Text()))
         for task, values in sorted(self._validation.items()):
-            picture = Text(sparkline(values), style="green")
+            picture = Text(sparkline(list(values)), style="green")
             rows.append((f"validation {task}", self._scores[task], picture))
         if self._recent:
             rows += [*self._learning(), *self._speeds()]
@@ -440,7 +441,7 @@ class TerminalTracker(Tracker):
         recent, rows = list(self._recent), list[ViewRow]()  # another thread draws
         for task in sorted({task for metrics in recent for task in _tasks_of(metrics)}):
             last = next(metrics for metrics in reversed(recent) if f"groups/{task}" in metrics)
-            rewards = self._rewards.get(task, [])
+            rewards = list(self._rewards[task])
             bars = sparkline(rewards, min([0.0, *rewards]), max([1.0, *rewards]), _TASK_WIDTH)
             picture = Text.assemble(bars.ljust(_TASK_WIDTH), "  ", (_numbers_of(task, last), "dim"))
             rows.append((f"reward {task}", f"{rewards[-1]:.3f}" if rewards else "", picture))
