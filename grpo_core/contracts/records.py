@@ -552,7 +552,7 @@ class EngineLoad:
     parameters: int
     """Number of the model's parameters; tied ones count once."""
     config: Mapping[str, Any]
-    """Contents of the model's config.json."""
+    """Contents of the model's config.json, where those of its part about text come first."""
     dtype: str
     """Dtype of the weights that the trainer sends, as in "bfloat16"."""
     requests: int

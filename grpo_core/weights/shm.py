@@ -60,7 +60,7 @@ class SharedMemoryWriter:
     def __init__(self, ranks: Publishers | None = None, *, pinned: bool = False) -> None:
         self._ranks, self._pinned = ranks or ALONE, pinned
         self._location = ""
-        self._block: torch.Tensor | None = None
+        self._map: Pinnable | None = None
 
     def write(
         self,
@@ -73,42 +73,36 @@ class SharedMemoryWriter:
         return pack(
             version,
             tensors,
-            block=self._memory,
+            block=lambda nbytes: torch.frombuffer(self._memory(nbytes), dtype=torch.uint8),
             location=lambda: self._location,
             dtype=dtype,
             ranks=self._ranks,
         )
 
-    def _memory(self, nbytes: int) -> torch.Tensor:
-        if self._ranks.rank == 0 and (self._block is None or self._block.numel() < nbytes):
-            self._block, self._location = self._made(nbytes)
+    def _memory(self, nbytes: int) -> Pinnable:
+        before = self._map
+        if self._ranks.rank == 0 and (self._map is None or len(self._map) < nbytes):
+            file = anonymous_file("grpo-core-weights")
+            os.ftruncate(file, nbytes)
+            self._map, self._location = Pinnable(file, nbytes), f"/proc/{os.getpid()}/fd/{file}"
         location = self._ranks.gathered(self._location)[0]
-        if self._block is None or location != self._location:
-            self._block, self._location = self._opened(location), location
-        return self._block
+        if self._map is None or location != self._location:
+            self._map, self._location = _of_first_rank(location), location
+        if self._pinned and self._map is not before:
+            self._map.pin()
+        return self._map
 
-    def _made(self, nbytes: int) -> tuple[torch.Tensor, str]:
-        """Make the memory of all ranks, and return it with its location."""
-        file = anonymous_file("grpo-core-weights")
-        os.ftruncate(file, nbytes)
-        return self._mapped(file, nbytes), f"/proc/{os.getpid()}/fd/{file}"
 
-    def _opened(self, location: str) -> torch.Tensor:
-        """Open the memory that the first rank has made.  Raises WeightSyncError."""
-        try:
-            with open(location, "r+b") as file:
-                return self._mapped(file.fileno(), 0)
-        except (OSError, ValueError) as error:
-            raise WeightSyncError(
-                f"the shared memory {location} of the trainer's rank 0 cannot be written ({error}); all "
-                "ranks of a trainer run on one machine, under one user"
-            ) from None
-
-    def _mapped(self, file: int, nbytes: int) -> torch.Tensor:
-        memory = Pinnable(file, nbytes)
-        if self._pinned:
-            memory.pin()
-        return torch.frombuffer(memory, dtype=torch.uint8)
+def _of_first_rank(location: str) -> Pinnable:
+    """Map the memory to which all ranks write.  Raises WeightSyncError."""
+    try:
+        with open(location, "r+b") as file:
+            return Pinnable(file.fileno(), 0)
+    except (OSError, ValueError) as error:
+        raise WeightSyncError(
+            f"the shared memory {location} of the trainer's rank 0 cannot be written ({error}); all ranks of "
+            "a trainer run on one machine, under one user"
+        ) from None
 
 
 def writer(setup: TrainerSetup, device: torch.device, ranks: Publishers) -> SharedMemoryWriter:

@@ -23,7 +23,7 @@ def memory(
     where = "host" if where == "cpu" else where
     size = ITEMSIZE[load.dtype if dtype == "auto" else dtype]
     rows = min(load.requests, max_rows)
-    config = {**load.config, **load.config.get("text_config", {})}
+    config = load.config
     vocabulary, width = config.get("vocab_size", 0), config.get("hidden_size", 0)
     heads = config.get("num_attention_heads", 0)
     head = config.get("head_dim") or (width // heads if heads else 0)

@@ -8,9 +8,6 @@ import marshal
 import os
 import resource
 
-DEEPEST = 100
-"""Largest depth of a value."""
-
 
 def main() -> None:
     """Read a job from descriptor 0, drop all privileges, and run it."""
@@ -35,7 +32,7 @@ def main() -> None:
     exec(code, space)
     for call in job["calls"]:
         try:
-            found = plain(eval(call, space), DEEPEST)
+            found = plain(eval(call, space), 100)
         except Exception as error:
             found = ["error", type(error).__name__ + ": " + str(error)[:200]]
         line = written(found).encode() + b"\n"
@@ -87,5 +84,4 @@ def plain(value: object, depth: int) -> list[object]:
     return ["other", kind.__name__]
 
 
-if __name__ == "__main__":
-    main()
+main()

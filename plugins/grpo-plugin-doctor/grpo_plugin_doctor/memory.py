@@ -391,7 +391,7 @@ def _load(
     requests = -(-outstanding(case.config) // engine.workers)
     return EngineLoad(
         parameters=parameters,
-        config=files.ModelFiles(Path(case.directory)).table("config.json"),
+        config=files.ModelFiles(Path(case.directory)).config,
         dtype=dtype,
         requests=min(requests, engine.max_requests or requests),
         tokens=row_tokens(case.config, files.size_of(case.directory, "max_position_embeddings")),

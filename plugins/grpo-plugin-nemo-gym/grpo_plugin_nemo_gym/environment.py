@@ -131,12 +131,15 @@ class NeMoGym(grpo.Environment):
         session.tools += [self._route(tool, session) for tool in declared]
         return session
 
+    async def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
+        return [await self._judged(episode) for episode in episodes]
+
     async def aclose(self) -> None:
         await self._client.aclose()
 
     # ------------------------------------------------------------------------------ rewards
 
-    async def score(self, episode: grpo.Episode) -> grpo.Feedback:
+    async def _judged(self, episode: grpo.Episode) -> grpo.Feedback:
         row, session = episode.prompt.info["row"], episode.session
         params = row["responses_create_params"]
         said = episode.messages[len(episode.prompt.messages) :]

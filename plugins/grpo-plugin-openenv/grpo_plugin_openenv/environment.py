@@ -156,12 +156,15 @@ class OpenEnv(grpo.Environment):
     async def close(self, session: Session) -> None:
         await session.connection.close()
 
+    async def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
+        return [await self._stepped(episode) for episode in episodes]
+
     async def aclose(self) -> None:
         await self._http.aclose()
 
     # ------------------------------------------------------------------------------ steps
 
-    async def score(self, episode: grpo.Episode) -> grpo.Feedback:
+    async def _stepped(self, episode: grpo.Episode) -> grpo.Feedback:
         session: Session = episode.session
         try:
             answer = await session.connection.ask("step", self._actions.of(episode.reply))

@@ -26,7 +26,7 @@ _HANDLE = ("device", "handle", "size", "offset", "counter", "counter_offset", "e
 """Fields that ``torch.UntypedStorage._share_cuda_`` returns and ``_new_shared_cuda`` takes, in order."""
 
 
-class CudaIpcWriter(SharedMemoryWriter):
+class CudaIpcWriter:
     """Owns a block of GPU memory; each ``write`` replaces its contents.
 
     Args:
@@ -36,8 +36,9 @@ class CudaIpcWriter(SharedMemoryWriter):
     """
 
     def __init__(self, device: torch.device, ranks: publishing.Publishers | None = None) -> None:
-        super().__init__(ranks)
-        self._device = device
+        self._device, self._ranks = device, ranks or publishing.ALONE
+        self._block: torch.Tensor | None = None
+        self._location = ""
 
     def write(
         self,
@@ -50,24 +51,33 @@ class CudaIpcWriter(SharedMemoryWriter):
 
         Raises WeightSyncError if a rank cannot open the block.
         """
-        weights = super().write(version, tensors, dtype=dtype)
+        weights = publishing.pack(
+            version,
+            tensors,
+            block=self._memory,
+            location=lambda: self._location,
+            dtype=dtype,
+            ranks=self._ranks,
+        )
         torch.cuda.synchronize(self._device)
         return weights
 
-    def _made(self, nbytes: int) -> tuple[torch.Tensor, str]:
-        block = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        handle = block.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
-        uuid = str(torch.cuda.get_device_properties(self._device).uuid)
-        return block, described(uuid, handle)
-
-    def _opened(self, location: str) -> torch.Tensor:
-        try:
-            return _open(location)
-        except (RuntimeError, ValueError) as error:
-            raise WeightSyncError(
-                f"rank {self._ranks.rank} of the trainer cannot open the block of rank 0 ({error}); use "
-                'engine.transport = "shm"'
-            ) from None
+    def _memory(self, nbytes: int) -> torch.Tensor:
+        if self._ranks.rank == 0 and (self._block is None or self._block.numel() < nbytes):
+            self._block = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            handle = self._block.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+            uuid = str(torch.cuda.get_device_properties(self._device).uuid)
+            self._location = described(uuid, handle)
+        location = self._ranks.gathered(self._location)[0]
+        if self._block is None or location != self._location:
+            try:
+                self._block, self._location = _open(location), location
+            except (RuntimeError, ValueError) as error:
+                raise WeightSyncError(
+                    f"rank {self._ranks.rank} of the trainer cannot open the block of rank 0 ({error}); use "
+                    'engine.transport = "shm"'
+                ) from None
+        return self._block
 
 
 def writer(setup: TrainerSetup, device: torch.device, ranks: publishing.Publishers) -> publishing.Writer:
