@@ -80,11 +80,18 @@ class AgentLedger:
         self._law = law
         self.plays: dict[int, Play] = {}
         """The last play of each rollout, by its seed."""
+        self._cuts: dict[int, dict[int, Play]] = {0: {}}
+        """The plays at each cut: a life that continues from an older one trains what was played before it."""
         self._settled: set[str] = set()
         """Slots whose groups were trained, filtered or skipped in this life."""
         self._of_this_life: list[Play] = []
 
-    def begin_life(self) -> None:
+    def saving(self, step: int) -> None:
+        self._cuts[step] = dict(self.plays)
+
+    def begin_life(self, step: int) -> None:
+        """Continue from the cut of a step."""
+        self.plays = dict(self._cuts[step])
         self._of_this_life.clear()
         self._settled.clear()
 

@@ -166,10 +166,11 @@ class Truth:
         (self._of_other_weights.add if others else self._of_other_weights.discard)(tokens.ids.tobytes())
 
     def saving(self, step: int) -> None:
+        self.ledger.saving(step)
         self._cuts[step] = set(self._trained)
 
     def resumed(self, step: int) -> None:
-        self.ledger.begin_life()
+        self.ledger.begin_life(step)
         self._trained = set(self._cuts[step])
         self._filtered.clear()
 
