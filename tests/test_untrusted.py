@@ -469,7 +469,7 @@ def test_a_lying_resources_server_gives_feedback_or_a_declared_error(liar, value
                 await environment.open(prompt)
             liar.body = json.dumps(value if isinstance(value, dict) else {"reward": value}).encode()
             episode = grpo.Episode(prompt=prompt, messages=said, session=Session())
-            feedback = await environment.score(episode)
+            (feedback,) = await environment.evaluate([episode])
             assert isinstance(feedback, grpo.Feedback)
         finally:
             await environment.aclose()
