@@ -83,9 +83,9 @@ def test_a_judge_may_ask_the_server_of_the_engine_while_rollouts_run(server):
     async def story():
         engine = await start_engine(HttpEngine, model, url=url)
         await engine.update_weights(EngineUnderTest(engine=engine, model=model).publish(0))
-        completions, feedback = await asyncio.gather(
+        completions, *feedback = await asyncio.gather(
             engine.generate([request] * 8),
-            judge.evaluate([grpo_core.Episode(prompt=prompt, messages=reply) for reply in replies]),
+            *(judge.score(grpo_core.Episode(prompt=prompt, messages=reply)) for reply in replies),
         )
         await judge.aclose()
         await engine.aclose()
