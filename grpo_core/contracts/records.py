@@ -552,7 +552,7 @@ class EngineLoad:
     parameters: int
     """Number of the model's parameters; tied ones count once."""
     config: Mapping[str, Any]
-    """Contents of the model's config.json, where those of its part about text come first."""
+    """Contents of the model's config.json; the keys of its part about text take precedence."""
     dtype: str
     """Dtype of the weights that the trainer sends, as in "bfloat16"."""
     requests: int

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import inf, sqrt
 from statistics import fmean, median
 
@@ -200,8 +202,10 @@ class Fall:
 class Trend:
     """Compares the validations of each task with its rewards in training."""
 
-    _rewards: dict[str, tuple[array[int], array[float]]] = field(init=False, factory=dict)
-    """Steps and rewards of each task, as numbers alone: a run may have a million steps."""
+    _steps: dict[str, array[int]] = field(init=False, factory=lambda: defaultdict(partial(array, "q")))
+    """Steps with rewards of each task, as numbers alone: a run may have a million steps."""
+    _rewards: dict[str, array[float]] = field(init=False, factory=lambda: defaultdict(partial(array, "d")))
+    """Its reward in each of them."""
     _measured: dict[tuple[str, str], list[Validation]] = field(init=False, factory=dict)
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, Fall | None]:
@@ -211,9 +215,8 @@ class Trend:
             first, _, rest = name.partition("/")
             task, _, metric = rest.rpartition("/")
             if first == "reward":
-                steps, rewards = self._rewards.setdefault(rest, (array("q"), array("d")))
-                steps.append(step)
-                rewards.append(value)
+                self._steps[rest].append(step)
+                self._rewards[rest].append(value)
             elif first == "validation" and metric in ("accuracy", "reward"):
                 low, high = (metrics.get(f"{name}_{end}", value) for end in ("low", "high"))
                 validation = Validation(
@@ -228,8 +231,7 @@ class Trend:
 
     def _fall(self, task: str, metric: str) -> Fall | None:
         """Compare the last third of the validations with the best window of the same length before it."""
-        measured = self._measured[task, metric]
-        steps, rewards = self._rewards.get(task, (array("q"), array("d")))
+        measured, rewards = self._measured[task, metric], self._rewards[task]
         width = max(1, len(measured) // 3)
         prompts = min(each.prompts for each in measured)
         if len(measured) < 2 or prompts < FEWEST or not rewards:
@@ -240,7 +242,7 @@ class Trend:
         # n prompts that all agree have an interval of no width, and still prove no more than n prompts can
         least = fell**2 / (4 * prompts)
         error = sqrt((sum(each.variance for each in (*best, *last)) / width + least) / width)
-        before = rewards[: bisect_right(steps, best[-1].step)][-WINDOW:]
+        before = rewards[: bisect_right(self._steps[task], best[-1].step)][-WINDOW:]
         trained = fmean(before or rewards[:WINDOW]), fmean(rewards[-WINDOW:])
         if fell <= 0 or fell < SURELY * error:
             return None
