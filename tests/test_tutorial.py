@@ -44,14 +44,13 @@ NOT_RUN = {
 
 REPLACED = {
     "from-trl": {
-        '"path": "smollm2", "dtype": "bfloat16"': '"path": "tiny", "options": {"warm_start_steps": 0}',
+        '"path": "smollm2"': '"path": "tiny", "options": {"warm_start_steps": 0}',
         "steps=20": "steps=2",
         "prompts_per_step=8": "prompts_per_step=2",
     },
     "one-gpu": {
         'path = "Qwen/Qwen3-0.6B"': 'path = "tiny"',
         "chat_template_kwargs = { enable_thinking = false }\n": "",
-        '"bfloat16"': '"float32"',
     },
 }
 """Text in the files of a page, and its replacement: a model that need not be downloaded."""

@@ -456,5 +456,5 @@ def stop_at(goal: Goal, pipeline: Pipeline, seen: dict[str, float]) -> Callable[
 
 def _import_what_is_needed_soon() -> None:
     """Import a slow module while the environments start; a trainer in a thread may import it, too."""
-    with contextlib.suppress(ImportError):  # transformers 4 has other modules; this only saves time
+    with contextlib.suppress(ImportError):  # not public; this only saves time
         importlib.import_module("transformers.tokenization_utils_tokenizers")

@@ -26,4 +26,7 @@ def grpo_config_sections() -> Mapping[str, type]:
 
 @hookimpl
 def grpo_preflight() -> Mapping[str, str]:
-    return {"memory_of_a_run": "grpo_plugin_doctor.memory:checked"}
+    return {
+        "memory_of_a_run": "grpo_plugin_doctor.memory:checked",
+        "slow_products": "grpo_plugin_doctor.memory:slow_products",
+    }

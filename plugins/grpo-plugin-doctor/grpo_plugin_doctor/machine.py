@@ -122,11 +122,7 @@ def gpus() -> list[Gpu]:
     chosen = [each.strip() for each in shown.split(",") if each.strip()]
     return [
         next(
-            (
-                gpu
-                for (index, uuid), gpu in found.items()
-                if (each == index if each.isdigit() else uuid.startswith(each))
-            ),
+            (gpu for (index, uuid), gpu in found.items() if each == index or uuid.startswith(each)),
             Gpu(name=each, memory=None, driver=""),
         )
         for each in chosen
@@ -134,15 +130,11 @@ def gpus() -> list[Gpu]:
 
 
 def _nvidia_smi() -> str:
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return ""
-    arguments = [command, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
+    arguments = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=SECONDS)
+        return subprocess.run(arguments, check=True, capture_output=True, text=True, timeout=SECONDS).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 def build_of_torch() -> str | None:

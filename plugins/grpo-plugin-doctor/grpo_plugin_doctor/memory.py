@@ -29,7 +29,7 @@ from grpo_core.processes.memory import resident
 from grpo_core.training import memory as sizes
 from grpo_core.training.optimizers import state_of
 from grpo_plugin_doctor import Health, machine
-from grpo_plugin_doctor.parameters import dtypes_in, linear_parameters, lora_shapes, shapes_in
+from grpo_plugin_doctor.parameters import linear_parameters, lora_shapes, shapes_in
 
 if TYPE_CHECKING:
     from grpo_plugin_doctor.activations import Pass
@@ -97,6 +97,15 @@ class Case:
         if chosen == "auto":
             return "cuda" if self.gpus and machine.build_of_torch() else HOST
         return HOST if chosen == "cpu" else chosen
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(map(prod, self.shapes.values()))
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the model's matrix products."""
+        return files.computed_dtype(self.config.model.dtype, self.parameters, on_gpu=self.device != HOST)
 
     @property
     def optimizer(self) -> int | None:
@@ -216,6 +225,26 @@ def checked(config: Config, host: PluginHost) -> list[str]:
     ]
 
 
+def slow_products(config: Config, host: PluginHost) -> list[str]:
+    """Return warnings about a dtype of 16 bits that this processor computes slower than float32.
+
+    Of processors for x86, those with AVX512 alone have fast products of 16 bits in torch.
+    """
+    features = files.PROCESSOR.read_text() if files.PROCESSOR.exists() else ""
+    keys = {"model.dtype": config.model.dtype, "engine.options.dtype": making.engine_dtype(config.engine)}
+    narrow = {key: dtype for key, dtype in keys.items() if dtype in ("bfloat16", "float16")}
+    if not narrow or "flags" not in features or "avx512" in features:
+        return []
+    case = Case(config, host, config.model.path, {}, machine.gpus())
+    if case.device != HOST or not case.trains_here:
+        return []
+    return [
+        f'{key} = "{dtype}" is slow on this processor: a step of SmolLM2-135M took 9 times as long as in '
+        'float32; "auto" chooses what is fast'
+        for key, dtype in narrow.items()
+    ]
+
+
 def needed_parts(case: Case) -> list[ProcessMemory]:
     """Return the certain parts; on a GPU including the trainer's passes, if the rest fits."""
     found = certain_parts(case)
@@ -253,8 +282,7 @@ def certain_parts(case: Case) -> list[ProcessMemory]:
         seen = range(count) if shown is None else map(gpu_choice.names(count).index, shown.split(","))
         return tuple(gpu for gpu in seen if gpu < len(case.gpus))
 
-    dtype = files.published_dtype(_computed(case), making.engine_dtype(config.engine))
-    parameters = sum(map(prod, case.shapes.values()))
+    dtype = files.published_dtype(case.dtype, making.engine_dtype(config.engine))
     found: list[ProcessMemory] = []
     trainer = case.host.find("trainer", config.trainer.name)
     if trainer.offer.memory is not None and case.trains_here:
@@ -269,7 +297,7 @@ def certain_parts(case: Case) -> list[ProcessMemory]:
             continue
         variables: Sequence[Mapping[str, str]] = devices.engines.get(key) or [{}] * engine.workers
         for gpus, workers in Counter(map(seen, variables)).items():
-            load = _load(case, parameters, dtype, engine, [case.gpus[gpu] for gpu in gpus])
+            load = _load(case, dtype, engine, [case.gpus[gpu] for gpu in gpus])
             load = evolve(load, shares_gpu=key in devices.shared)
             of_engine = selected.loaded(selected.offer.memory)(load, **engine.options)
             found.append(_process(key.replace(".", " "), of_engine, gpus, key=key, count=workers))
@@ -287,7 +315,7 @@ def _trainer_parts(
         on_device: whether the trainer keeps published weights on its device.
     """
     config, device, lora = case.config, case.device, case.lora
-    parameters, trained = (sum(map(prod, shapes.values())) for shapes in (case.shapes, case.trained))
+    parameters, trained = case.parameters, sum(map(prod, case.trained.values()))
     scores = needed_scores(config.scores, making.loss(config.loss, case.host).needs)
 
     def scoring(name: str) -> int:
@@ -317,12 +345,10 @@ def _trainer_parts(
 def _that_stay_in_bfloat16(case: Case) -> int:
     """Count the parameters that a trainer of adapters keeps in the files' 16-bit dtype."""
     here = files.directory_here(case.directory)
-    if here is None or _computed(case) != "bfloat16":
+    if here is None or case.dtype != "bfloat16":
         return 0
-    dtypes = dtypes_in(here)
-    return linear_parameters(
-        {name: shape for name, shape in case.shapes.items() if dtypes.get(name) == "BF16"}
-    )
+    narrow = {name for name, tensor in files.ModelFiles(here).tensors.items() if tensor.dtype == "BF16"}
+    return linear_parameters({name: shape for name, shape in case.shapes.items() if name in narrow})
 
 
 def _ranks(
@@ -363,12 +389,6 @@ def number_of(device: str) -> int | None:
     return int(number) if number.isdigit() else None
 
 
-def _computed(case: Case) -> str:
-    """Return the dtype of the model's matrix products."""
-    parameters = sum(map(prod, case.shapes.values()))
-    return files.computed_dtype(case.config.model.dtype, parameters, on_gpu=case.device != HOST)
-
-
 def row_tokens(config: Config, positions: int) -> int:
     """Return the length of a long row in tokens: prompt, completions and the environment's messages."""
     rollout = config.rollout
@@ -384,13 +404,11 @@ def outstanding(config: Config) -> int:
     return max(config.slots * config.rollout.group_size, held_out)
 
 
-def _load(
-    case: Case, parameters: int, dtype: str, engine: EngineConfig, gpus: Sequence[machine.Gpu]
-) -> EngineLoad:
+def _load(case: Case, dtype: str, engine: EngineConfig, gpus: Sequence[machine.Gpu]) -> EngineLoad:
     first = gpus[0].memory if gpus and machine.build_of_torch() else None
     requests = -(-outstanding(case.config) // engine.workers)
     return EngineLoad(
-        parameters=parameters,
+        parameters=case.parameters,
         config=files.ModelFiles(Path(case.directory)).config,
         dtype=dtype,
         requests=min(requests, engine.max_requests or requests),
@@ -431,10 +449,7 @@ def footprint(
 
     Raises ModelError if the configuration makes no model.
     """
-    import transformers
-
-    with contextlib.suppress(ImportError):  # transformers 4 has other modules
-        import transformers.tokenization_utils_tokenizers  # noqa: F401
+    import transformers.tokenization_utils_tokenizers  # noqa: F401 - imported by every process
 
     main = resident()
     import torch  # noqa: F401 - imported by an engine
@@ -477,7 +492,7 @@ def with_passes(
     """
     from grpo_plugin_doctor.activations import model_shapes, pass_bytes, trained_pass
 
-    config, directory, device = case.config, case.directory, case.device
+    config, directory, on_gpu = case.config, case.directory, case.device != HOST
     trust = config.model.trust_remote_code
     vocabulary = model_shapes(directory, trust_remote_code=trust).vocabulary
     trainer = as_table(config)["trainer"]
@@ -488,26 +503,22 @@ def with_passes(
         tokens=row_tokens(config, files.size_of(directory, "max_position_embeddings")),
         sampled=config.rollout.max_tokens * max(1, config.rollout.max_turns),
         vocabulary=vocabulary,
-        dtype=_computed(case),
-        on_gpu=device != HOST,
+        dtype=case.dtype,
+        on_gpu=on_gpu,
         copies=trainer.get("weights") == "bfloat16",
     )
-    on_gpu = device != HOST
     try:
         nbytes = pass_bytes(directory, work, vocabulary=vocabulary, on_gpu=on_gpu, trust_remote_code=trust)
     except ModelError as error:
         return list(processes), work, [str(error)]
     changed = sum(map(prod, case.trained.values())) // trainer.get("ranks", 1)
-    return (
-        [
-            evolve(each, parts=(*each.parts, *_activations(nbytes, changed, each.parts[0].device)))
-            if each.name == "trainer"
-            else each
-            for each in processes
-        ],
-        work,
-        [],
-    )
+    found = [
+        evolve(each, parts=(*each.parts, *_activations(nbytes, changed, each.parts[0].device)))
+        if each.name == "trainer"
+        else each
+        for each in processes
+    ]
+    return found, work, []
 
 
 def _checkpoint_bytes(case: Case) -> int:

@@ -34,11 +34,6 @@ def shapes_in(directory: Path) -> dict[str, tuple[int, ...]] | None:
     return shapes
 
 
-def dtypes_in(directory: Path) -> dict[str, str]:
-    """Return the dtype of each tensor in a model's files, such as "BF16"; empty if unknown."""
-    return {name: tensor.dtype for name, tensor in ModelFiles(directory).tensors.items()}
-
-
 def lora_shapes(
     shapes: Mapping[str, Sequence[int]], rank: int, targets: Sequence[str]
 ) -> dict[str, tuple[int, ...]]:

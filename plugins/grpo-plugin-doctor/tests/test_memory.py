@@ -409,6 +409,27 @@ def test_a_processor_with_bfloat16_products_holds_smaller_weights_for_engines(
         checked(eight_billion(tmp_path / "eight"), "trainer.device=cpu")
 
 
+@pytest.mark.parametrize(
+    ("features", "settings", "slow"),
+    [
+        ("flags : fma avx2", ["model.dtype=bfloat16"], ["model.dtype"]),
+        ("flags : fma avx2", ["engine.options.dtype=float16"], ["engine.options.dtype"]),
+        ("flags : fma avx2", [], []),
+        ("flags : fma avx2", ["model.dtype=bfloat16", "trainer.device=cuda"], []),
+        ("flags : fma avx2 avx512f", ["model.dtype=bfloat16"], []),
+        ("Features : fp asimd bf16", ["model.dtype=bfloat16"], []),
+    ],
+)
+def test_sixteen_bits_on_a_processor_without_products_of_them_are_a_warning(
+    tmp_path, monkeypatch, features, settings, slow
+):
+    (tmp_path / "cpuinfo").write_text(features)
+    monkeypatch.setattr(files, "PROCESSOR", tmp_path / "cpuinfo")
+    monkeypatch.setattr(machine, "gpus", list)
+    warned = memory.slow_products(*configured(*settings))
+    assert [text.partition(" = ")[0] for text in warned] == slow
+
+
 def test_the_check_can_be_turned_off(tmp_path):
     directory = eight_billion(tmp_path / "eight")
     assert checked(directory, "trainer.device=cpu", "health.max_memory=0") == []

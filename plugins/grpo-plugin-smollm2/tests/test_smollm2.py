@@ -222,7 +222,11 @@ def greedy(directory: Path, prompts: list[str], dtype: torch.dtype) -> list[str]
 def test_what_a_run_in_bfloat16_measured_is_what_it_leaves(tmp_path):
     """100 held-out prompts: the run, ``validate``, and transformers in the same dtype and in float32."""
     run = grpo_core.train(
-        SUMS, output=tmp_path / "run", trainer={"steps": 20}, tracking={"trackers": ["files"]}
+        SUMS,
+        output=tmp_path / "run",
+        model={"dtype": "bfloat16"},
+        trainer={"steps": 20},
+        tracking={"trackers": ["files"]},
     )
     said = {row["step"]: row["accuracy"] for row in run.validations()}
     assert said[20] > said[0] + 0.2
