@@ -249,6 +249,13 @@ def test_a_program_is_an_agent(tmp_path, end, reward, error):
     assert rollout.error is None if error is None else error in rollout.error
 
 
+def test_a_program_may_begin_with_a_byte_order_mark(tmp_path):
+    program = tmp_path / "notepad.py"
+    program.write_text("print('{\"reward\": 0.5}')", encoding="utf-8-sig")
+    client = AgentClient(base_url="http://127.0.0.1:1/v1", api_key="key", model="policy")
+    assert asyncio.run(AgentProgram(f"{program}").run(Prompt(messages="?"), client)).reward == 0.5
+
+
 def test_of_a_program_that_prints_without_end_the_end_is_read(tmp_path):
     program = tmp_path / "talks.py"
     program.write_text("for _ in range(50): print('x' * 1_000_000)\nprint('{\"reward\": 0.5}')")

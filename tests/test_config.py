@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from grpo_core.app import launch
 from grpo_core.config import Config, as_table, as_toml, build, merge, parse_setting, parse_settings, read_toml
 from grpo_core.contracts.errors import ConfigError
+from grpo_core.models.files import chat_template
 
 BAD = [
     ({"trainr": {}}, "unknown configuration key 'trainr'. Did you mean 'trainer'?"),
@@ -142,6 +143,13 @@ def test_a_missing_or_invalid_file_is_one_clear_error(tmp_path):
     (tmp_path / "bad.toml").write_text("steps = = 3")
     with pytest.raises(ConfigError, match=r"bad.toml: not readable as TOML: Invalid value"):
         read_toml(tmp_path / "bad.toml")
+
+
+def test_the_byte_order_mark_of_an_editor_is_no_text_of_a_file(tmp_path):
+    (tmp_path / "run.toml").write_bytes(b"\xef\xbb\xbf[trainer]\r\nsteps = 3\r\n")
+    assert read_toml(tmp_path / "run.toml") == {"trainer": {"steps": 3}}
+    (tmp_path / "mine.jinja").write_bytes(b"\xef\xbb\xbf<user>\r\n{{ messages[0].content }}")
+    assert chat_template(str(tmp_path / "mine.jinja")) == "<user>\n{{ messages[0].content }}"
 
 
 values = st.recursive(

@@ -195,7 +195,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     A path ``./NAME`` that does not exist is looked for in the directory of the file.
     """
     try:
-        tables: dict[str, Any] = _beside(path.parent, tomllib.loads(path.read_text(encoding="utf-8")))
+        tables: dict[str, Any] = _beside(path.parent, tomllib.loads(path.read_text(encoding="utf-8-sig")))
         return tables
     except FileNotFoundError:
         hint = "" if path.suffix == ".toml" else command_hint(str(path))

@@ -111,7 +111,7 @@ def chat_template(name: str) -> str | None:
     bundled = {path.stem: path for path in sorted(_TEMPLATES.glob("*.jinja"))}
     path = bundled.get(name) or Path(os.path.expanduser(name))
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise ModelError(
             f"model.chat_template is {name!r}, which cannot be read ({error}); expected a file, or one of "

@@ -136,7 +136,7 @@ def _module(words: Sequence[str]) -> ModuleType | None:
     if len(words) > 1 or path.suffix != ".py":
         return None
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = ast.parse(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"agent: {path} cannot be read: {error.strerror}") from error
     except SyntaxError as error:

@@ -141,7 +141,7 @@ def _fetch(scratch: Path) -> Path:
 
 def _convert(weights: Path, directory: Path) -> None:
     """Convert in a separate process, to discard the output and memory of torch and transformers."""
-    command = [sys.executable, "-m", "grpo_plugin_smollm2.convert", str(weights), str(directory)]
+    command = [sys.executable, "-P", "-m", "grpo_plugin_smollm2.convert", str(weights), str(directory)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise ModelError(

