@@ -14,6 +14,8 @@ def main() -> None:
         from grpo_core import cli
 
         cli.main()
+    except SystemExit as end:
+        interrupts.leave(end.code)
     except KeyboardInterrupt:
         print("grpo-core: interrupted", file=sys.stderr)
         interrupts.leave()

@@ -15,7 +15,6 @@ from cyclopts import App, CycloptsError
 from grpo_core import commands
 from grpo_core.contracts.errors import ConfigError, GrpoError
 from grpo_core.plugins.installed import COMMANDS, Commands, find_commands
-from grpo_core.processes.interrupts import INTERRUPTED, leave
 
 HELP = "Asynchronous GRPO for language models: domains are plugins, async RL is the core."
 
@@ -100,18 +99,13 @@ def _describe(row: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run the command line; print errors as one message and exit with their status."""
-    from grpo_core.commands.complaints import (
-        complain,
-        drop_output,
-        make_log_inert,
-        outlive_terminal,
-        unexpected,
-    )
+    from grpo_core.commands import complaints
     from grpo_core.processes.memory import collect_rarely
 
     collect_rarely()
-    make_log_inert()
-    outlive_terminal()
+    complaints.make_log_inert()
+    complaints.outlive_terminal()
+    status: Any = 1
     try:
         arguments = _with_values(sys.argv[1:])
         app = make_app(arguments[0] if arguments else "")
@@ -119,16 +113,12 @@ def main() -> None:
     except CycloptsError:  # already printed
         status = ConfigError.exit_status
     except BrokenPipeError:  # the reader has closed the pipe, as in "| head"
-        drop_output()
-        status = 1
+        complaints.drop_output()
     except (GrpoError, OSError) as error:  # OSError: a full disk or a directory without permission
-        complain("\n".join([f"grpo-core: {error}", *getattr(error, "__notes__", [])]))
-        status = error.exit_status if isinstance(error, GrpoError) else 1
+        complaints.complain("\n".join([f"grpo-core: {error}", *getattr(error, "__notes__", [])]))
+        status = getattr(error, "exit_status", 1)
     except Exception as error:
-        complain(unexpected(error))
-        status = 1
-    if status == INTERRUPTED:
-        leave()
+        complaints.complain(complaints.unexpected(error))
     sys.exit(status)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from math import inf, nan
 
@@ -143,6 +144,12 @@ def test_a_missing_or_invalid_file_is_one_clear_error(tmp_path):
     (tmp_path / "bad.toml").write_text("steps = = 3")
     with pytest.raises(ConfigError, match=r"bad.toml: not readable as TOML: Invalid value"):
         read_toml(tmp_path / "bad.toml")
+
+
+def test_a_text_that_no_file_in_utf8_can_have_is_refused_with_its_line():
+    """Such as a directory whose name was written in Latin-1: Python has a lone surrogate for each byte."""
+    with pytest.raises(ConfigError, match=r"is not UTF-8: 'path = \"b\\udcfcro\"'"):
+        build([{"model": {"path": os.fsdecode(b"b\xfcro")}}])
 
 
 def test_the_byte_order_mark_of_an_editor_is_no_text_of_a_file(tmp_path):

@@ -95,6 +95,25 @@ except KeyboardInterrupt:
     assert (ended.returncode, ended.stderr) == (130, "")
 
 
+def test_a_program_ends_although_a_thread_of_a_module_does_not():
+    """Such as a server that an environment's file starts; libraries may still take their time at the exit."""
+    program = """
+import atexit, threading, time
+from grpo_core.processes import interrupts
+
+interrupts.PATIENCE = 0.5
+atexit.register(lambda: (time.sleep(1), print("libraries have ended")))
+if {waits}:
+    threading.Thread(target=threading.Event().wait, name="server").start()
+interrupts.leave(2)
+"""
+    said = {True: "grpo-core: ended, although threads still run: server\n", False: "libraries have ended\n"}
+    for waits, text in said.items():
+        command = [sys.executable, "-c", program.format(waits=waits)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=50)
+        assert (ended.returncode, ended.stdout + ended.stderr) == (2, text)
+
+
 def test_a_program_that_nohup_has_started_ignores_sighup_in_its_loop():
     async def heard():
         for number in (signal.SIGHUP, signal.SIGHUP):

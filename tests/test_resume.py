@@ -478,8 +478,8 @@ def test_a_resume_refuses_env(tmp_path):
     a_run(tmp_path / "run")
     text = refused(tmp_path, "train", "--resume", "run", "--env", "math:copy")
     assert text == (
-        "grpo-core: --resume continues a run with its tasks: leave out --env (--set tasks.NAME.env=... adds "
-        "a task)"
+        "grpo-core: --resume continues a run as it was configured: leave out CONFIG.toml, --output and --env "
+        "(--set tasks.NAME.env=... adds a task)"
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from size import code_lines, counted, sums
 
-LIMITS = {"core": 22_005, "built-in": 5_465, "all distributions": 52_365}
+LIMITS = {"core": 22_003, "built-in": 5_465, "all distributions": 52_362}
 
 
 @pytest.mark.parametrize("part", LIMITS)

@@ -125,13 +125,9 @@ def train(
     if resume is None:
         start = new_run([read_toml(config)] if config else [], changes, block, output=output)
     else:
-        if config is not None or output is not None:
+        if config is not None or output is not None or env:
             raise ConfigError(
-                "--resume continues a run as it was configured: leave out CONFIG.toml and --output"
-            )
-        if env:
-            raise ConfigError(
-                "--resume continues a run with its tasks: leave out --env "
+                "--resume continues a run as it was configured: leave out CONFIG.toml, --output and --env "
                 "(--set tasks.NAME.env=... adds a task)"
             )
         path = RunDirectory.latest(RUNS) if resume == "latest" else Path(resume)

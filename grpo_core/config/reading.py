@@ -378,7 +378,13 @@ def _with_tracker_options(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_toml(config: Config) -> str:
-    """The resolved configuration as it is written into the run's directory."""
+    """The resolved configuration as it is written into the run's directory.
+
+    Raises ConfigError if a path or a text is not UTF-8.
+    """
     import tomli_w
 
-    return tomli_w.dumps(as_table(config))
+    text = tomli_w.dumps(as_table(config))
+    if (wrong := re.search(".*[\ud800-\udfff].*", text)) is not None:
+        raise ConfigError(f"the configuration has a text that is not UTF-8: {wrong[0]!r}")
+    return text

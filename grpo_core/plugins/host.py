@@ -454,7 +454,7 @@ class PluginHost:
         if self.of_program(name):
             return SelectionError(
                 f"there is no {what} here: a Python program gave it to grpo_core.train(). "
-                "Run that program, or write the object into a file and name it as ./file.py:NAME"
+                "In Python give it again (env=..., data=...); otherwise name a file, as in ./file.py:NAME"
             )
         if (command := install_command(kind, name)) and head not in here:
             begin = f"there is no {what}: {command}."

@@ -19,6 +19,8 @@ INTERRUPTED = 130
 """Exit status after one of these signals."""
 LEAVING = 5.0
 """Seconds for threads and libraries to end when an interrupted program exits."""
+PATIENCE = 30.0
+"""Seconds for threads to end when any other program exits."""
 
 OnSignal = Callable[[str], object]
 """Receives the name of a signal on the main thread, between any two instructions."""
@@ -26,13 +28,14 @@ OnSignal = Callable[[str], object]
 _receivers: list[OnSignal] = []
 _raised: list[str] = []
 """Signals that raised KeyboardInterrupt."""
-_left = False
-"""Whether the program is exiting."""
+_interrupted = False
+"""Whether the program is exiting after a signal."""
 
 
 def begin() -> None:
     """Handle the signals of a program that has just started."""
-    atexit.register(_end_of_left)  # the first is called last
+    # The first is called last.  Python kills itself if code of ``exec`` was interrupted.
+    atexit.register(lambda: _interrupted and _end(INTERRUPTED))
     sys.unraisablehook = _raise_again
     handle()
 
@@ -95,23 +98,28 @@ def received(receive: OnSignal) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def leave() -> NoReturn:
-    """Exit with ``INTERRUPTED``, even if a thread or a library does not end."""
-    global _left
-    import logging  # imported late: ``begin`` is called before all else
-
-    _left = True
-    logging.disable()  # interrupted tasks are expected
-    watchdog = threading.Timer(LEAVING, _end_of_left)
+def leave(status: Any = INTERRUPTED) -> NoReturn:
+    """Exit, even if a thread does not end, or a library after an interrupt."""
+    global _interrupted
+    _interrupted = status == INTERRUPTED
+    watchdog = threading.Timer(LEAVING if _interrupted else PATIENCE, _end, [status])
     watchdog.daemon = True
     watchdog.start()
-    sys.exit(INTERRUPTED)
+    if _interrupted:
+        import logging  # imported late: ``begin`` is called before all else
+
+        logging.disable()  # interrupted tasks are expected
+    else:
+        atexit.register(watchdog.cancel)  # the threads have ended then
+    sys.exit(status)
 
 
-def _end_of_left() -> None:
-    """End an exiting program with its status: Python kills itself if code of ``exec`` was interrupted."""
-    if _left:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):
-                stream.flush()
-        os._exit(INTERRUPTED)
+def _end(status: Any) -> NoReturn:
+    """End an exiting program at once, without what is still to be done."""
+    if status != INTERRUPTED:
+        threads = [thread.name for thread in threading.enumerate() if not thread.daemon]
+        print(f"grpo-core: ended, although threads still run: {', '.join(threads[1:])}", file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(status or 0)

@@ -96,6 +96,7 @@ class RunDirectory:
         run = cls(path)
         if path.exists() and not path.is_dir():
             raise ConfigError(f"--output {path} is a file; give a directory for the run")
+        text = as_toml(config)
         try:
             run._check_free()
             path.mkdir(parents=True, exist_ok=True)
@@ -104,7 +105,7 @@ class RunDirectory:
             for left in path.iterdir():  # from a failed start
                 if left.name in WRITTEN or re.fullmatch(r"config-\d+\.toml", left.name):
                     left.unlink() if left.is_file() else shutil.rmtree(left)
-            (path / CONFIG).write_text(as_toml(config), encoding="utf-8")
+            (path / CONFIG).write_text(text, encoding="utf-8")
             run.logs.mkdir(exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error
