@@ -3,8 +3,8 @@
 ``grpo`` runs the command as ``subprocess.run`` would.  ``install`` lets each ``Child`` of this process be a
 fork: environments, trainers and engines; those of a command of ``grpo`` are forks, too.  What has another
 interpreter, or other variables that count at a start, is started anew.  A test of the start of a process, of
-its signals, its terminal or its death starts the real program.  The workers that run the whole suite are forks
-of a process that has imported the libraries.
+its signals, its terminal or its death starts the real program.  The workers that run all tests are forks of a
+process that has imported the libraries.
 
     python tests/forks.py SOCKET MODULE ...     imports at the first request, and forks for each one
     python tests/forks.py SOCKET -u -c CODE     runs code in a fork, as ``python -u -c CODE`` would
