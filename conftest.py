@@ -8,6 +8,7 @@ Choose one with ``--hypothesis-profile=nightly`` or ``HYPOTHESIS_PROFILE=nightly
 import contextlib
 import os
 import re
+import sys
 from unittest import mock
 
 import forks
@@ -33,6 +34,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 def pytest_configure(config):
     if hasattr(config, "workerinput"):
         forks.share(config.workerinput["forks"])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config, specs):
+    """Whoever collects all tests imports all libraries: one process does so for all workers."""
+    if config.args_source is config.ArgsSource.TESTPATHS and sys.platform == "linux":
+        for spec in specs:
+            spec.python = forks.worker()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -3,9 +3,11 @@
 ``grpo`` runs the command as ``subprocess.run`` would.  ``install`` lets each ``Child`` of this process be a
 fork: environments, trainers and engines; those of a command of ``grpo`` are forks, too.  What has another
 interpreter, or other variables that count at a start, is started anew.  A test of the start of a process, of
-its signals, its terminal or its death starts the real program.
+its signals, its terminal or its death starts the real program.  The workers that run all tests are forks of a
+process that has imported the libraries.
 
     python tests/forks.py SOCKET MODULE ...     imports at the first request, and forks for each one
+    python tests/forks.py SOCKET -u -c CODE     runs code in a fork, as ``python -u -c CODE`` would
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import importlib
 import json
 import os
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -31,7 +34,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 GRPO = str(Path(sys.executable).with_name("grpo-core"))
@@ -76,6 +79,20 @@ KINDS: dict[str, tuple[dict[str, str], list[str]]] = {
     "drawing": (
         {},
         ["drawing", "whole_iterable", "datasets", "torchdata.nodes", "torchdata.stateful_dataloader"],
+    ),
+    "worker": (
+        {"OMP_NUM_THREADS": "1"},
+        [
+            "torch._dynamo",
+            "torch.nn.attention.varlen",
+            "transformers.models.llama.modeling_llama",
+            "peft",
+            "anthropic",
+            "datasets",
+            "openai.types.responses",
+            "reasoning_gym",
+            "textarena",
+        ],
     ),
 }
 """The variables of the forks of a kind, and the modules that they import."""
@@ -134,6 +151,11 @@ def grpo(
         code = f"sys.path[:1] = [{os.path.dirname(GRPO)!r}]; install({_folder()!r}.__add__); {code}"
     environ = {**os.environ, **KINDS[kind][0], **environ}
     return run(kind, code, [GRPO, *map(str, arguments)], cwd, environ, timeout)
+
+
+def worker() -> str:
+    """Return a command that takes the arguments of an interpreter for a worker of pytest."""
+    return shlex.join([sys.executable, __file__, _server("worker")])
 
 
 def run(
@@ -256,7 +278,8 @@ def _serve(path: str, modules: list[str]) -> None:
             there, _ = listening.accept()
             data, files, _, _ = socket.recv_fds(there, 1 << 18, 3)
             for name in modules:
-                importlib.import_module(name)
+                with contextlib.suppress(ImportError):  # not everybody installs all plugins
+                    importlib.import_module(name)
             gc.freeze()
             pid = os.fork()
             os.setpgid(pid, pid)  # in both processes: neither need wait for the other
@@ -291,5 +314,26 @@ def _become(code: str, words: list[str], cwd: str, environ: dict[str, str], file
     os._exit(status)
 
 
+def _work(path: str, code: str) -> int:
+    """Run code in a fork with the files of this process, and wait for its end."""
+    inside = f"_be_a_worker({code!r})"
+    forked = Forked.of(lambda kind: path, "worker", inside, ["-c"], os.getcwd(), os.environ, [1, 2, 0])
+    if forked is None:
+        os.execv(sys.executable, [sys.executable, "-u", "-c", code])
+    signal.signal(signal.SIGINT, lambda *_: os.kill(forked.pid, signal.SIGINT))
+    return forked.wait()
+
+
+def _be_a_worker(code: str) -> None:
+    os.dup2(3, 0)
+    os.close(3)
+    for name in {"anyio", "platformdirs"} & sys.modules.keys():
+        sys.modules[name].__doc__ = "PYTEST_DONT_REWRITE"  # they have plugins of pytest, which come too late
+    sys.modules["__main__"] = main = ModuleType("__main__")
+    exec(code, vars(main))
+
+
 if __name__ == "__main__":
+    if sys.argv[2:3] == ["-u"]:
+        raise SystemExit(_work(sys.argv[1], sys.argv[-1]))
     _serve(sys.argv[1], sys.argv[2:])

@@ -205,11 +205,11 @@ def test_a_resume_that_meets_a_full_disk_keeps_all_metrics(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("change", ["metrics", "config"])
 def test_a_death_or_a_power_cut_in_a_resume_leaves_the_old_file_or_the_new_one(tmp_path, change):
+    old, _ = configured([{"tasks": {"sort": TASK}}])
+    new, _ = configured([{"tasks": {"sort": TASK}, "trainer": {"steps": 7}}])
     for at in range(1, 20):
         for seed in (None, 0, 1, 2):
             run = with_metrics(tmp_path / f"{at} {seed}")
-            old, _ = configured([{"tasks": {"sort": TASK}}])
-            new, _ = configured([{"tasks": {"sort": TASK}, "trainer": {"steps": 7}}])
             run.forget_after(40, 40)
             disk = FaultyDisk(run.path, dies_at=at)
             try:

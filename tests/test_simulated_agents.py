@@ -44,7 +44,7 @@ def test_without_faults_an_agents_run_finishes_in_one_life_and_agents_do_all_tha
 
 @pytest.mark.long
 def test_agents_that_die_or_hang_are_played_again():
-    outcome = holds(3, faults=evolve(NONE, agent_death=0.05, agent_hang=0.05))
+    outcome = holds(3, faults=evolve(NONE, agent_death=0.05, agent_hang=0.05), steps=6)
     assert outcome.lives == ("finished",)
     assert any("agents die" in line for line in outcome.story)
     assert any("rollouts_late" in line or "within its deadline" in line for line in outcome.story)
@@ -54,15 +54,16 @@ def test_agents_that_die_or_hang_are_played_again():
 @pytest.mark.parametrize("seed", range(4))
 def test_an_engine_that_breaks_its_contract_ends_the_run_and_no_session_is_left(seed):
     """The garbage reaches an agent as an answer; the agent cannot know whose fault it is."""
-    outcome = holds(seed, faults=evolve(NONE, engine_garbage=0.02), members=0)
+    outcome = holds(seed, faults=evolve(NONE, engine_garbage=0.02), members=0, steps=6)
     assert any(life.startswith("failed: PluginError: engine: generate()") for life in outcome.lives)
     assert outcome.lives[-1] == "finished"
 
 
 @pytest.mark.long
 def test_an_engine_that_fails_and_recovers_loses_no_rollout_of_an_agent_that_tries_again():
-    outcome = holds(8, faults=evolve(NONE, engine_error=0.1), members=0)
+    outcome = holds(8, faults=evolve(NONE, engine_error=0.1), members=0, steps=6)
     assert outcome.lives == ("finished",)
+    assert outcome.happened == {"engine_error"}
 
 
 @pytest.mark.long

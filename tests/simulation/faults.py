@@ -159,10 +159,13 @@ class Dice:
         """Faults so far that a run does not survive."""
         self.doubtful: list[str] = []
         """Faults so far that a run may survive or not."""
+        self.happened: set[str] = set()
 
     def happens(self, fault: str, *, fatal: bool = False) -> bool:
         """Draws always, so that a probability of 0 changes nothing else."""
         drawn: bool = self.random.random() < self._chances[fault]
+        if drawn:
+            self.happened.add(fault)
         if drawn and fatal:
             self.fatal.append(fault)
         return drawn
@@ -173,5 +176,6 @@ class Dice:
         for fault in faults:
             at -= self._chances[fault]
             if at < 0:
+                self.happened.add(fault)
                 return fault
         return None

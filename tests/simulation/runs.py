@@ -121,6 +121,8 @@ class Outcome:
     """Seconds of virtual time."""
     weights: str
     """Digest of the last weights."""
+    happened: frozenset[str]
+    """The faults that happened."""
 
 
 class Killed(BaseException):
@@ -314,10 +316,11 @@ class Simulation:
     # ------------------------------------------------------------------------------ all lives
 
     def run(self) -> Outcome:
-        lives = []
+        lives, thrown = [], []
         for number in range(1, self.most_lives + 1):
             faults = self.faults if number < self.most_lives else NONE
             self._dice = Dice(f"life/{self.seed}/{number}", faults)
+            thrown.append(self._dice)
             lives.append(self._live(number))
             self._tell(f"life {number}: {lives[-1]}")
             if self._violated() or lives[-1] == "finished":
@@ -333,6 +336,7 @@ class Simulation:
             story=tuple(self.story),
             seconds=self.seconds,
             weights=self._weights,
+            happened=frozenset().union(*(dice.happened for dice in thrown)),
         )
 
     @property

@@ -702,6 +702,7 @@ class SimulatedEnvironment:
         held_out = prompt.id.startswith(HELD_OUT)
         fault = None if held_out else self._dice.pick("agent_error", "agent_hang", "nan_reward")
         if prompt.id in self._poisoned and not held_out:
+            self._dice.happened.add("poisoned")
             return Judgement(error="ValueError: bad row")
         session, play = self.player.sessions[client.api_key]
         agent = SimulatedAgent(session, play, self._truth.law, prompt.messages)
@@ -733,6 +734,7 @@ class SimulatedEnvironment:
         if fault == "nan_reward":
             return math.nan
         if episode.prompt.id in self._poisoned:
+            self._dice.happened.add("poisoned")
             return Feedback(error="ValueError: bad row")
         if episode.turn + 1 < self.about.max_turns and self.player is None:
             return Feedback(done=False, messages=({"role": "user", "content": "go on"},))
