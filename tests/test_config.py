@@ -147,9 +147,14 @@ def test_a_missing_or_invalid_file_is_one_clear_error(tmp_path):
 
 
 def test_a_text_that_no_file_in_utf8_can_have_is_refused_with_its_line():
-    """Such as a directory whose name was written in Latin-1: Python has a lone surrogate for each byte."""
+    """Python has a lone surrogate for each byte of a directory's name that was written in Latin-1."""
     with pytest.raises(ConfigError, match=r"is not UTF-8: 'path = \"b\\udcfcro\"'"):
         build([{"model": {"path": os.fsdecode(b"b\xfcro")}}])
+
+
+def test_a_text_of_any_length_is_read_once():
+    """A search from each of its characters would take minutes."""
+    assert "x" * 500_000 in as_toml(build([{"model": {"path": "x" * 500_000}}]))
 
 
 def test_the_byte_order_mark_of_an_editor_is_no_text_of_a_file(tmp_path):

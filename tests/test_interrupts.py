@@ -96,7 +96,7 @@ except KeyboardInterrupt:
 
 
 def test_a_program_ends_although_a_thread_of_a_module_does_not():
-    """Such as a server that an environment's file starts; libraries may still take their time at the exit."""
+    """An environment's file may start a server; libraries may still take their time at the exit."""
     program = """
 import atexit, threading, time
 from grpo_core.processes import interrupts

@@ -385,6 +385,6 @@ def as_toml(config: Config) -> str:
     import tomli_w
 
     text = tomli_w.dumps(as_table(config))
-    if (wrong := re.search(".*[\ud800-\udfff].*", text)) is not None:
+    if (wrong := re.search("^.*[\ud800-\udfff].*", text, re.MULTILINE)) is not None:
         raise ConfigError(f"the configuration has a text that is not UTF-8: {wrong[0]!r}")
     return text

@@ -117,9 +117,9 @@ def leave(status: Any = INTERRUPTED) -> NoReturn:
 def _end(status: Any) -> NoReturn:
     """End an exiting program at once, without what is still to be done."""
     if status != INTERRUPTED:
-        threads = [thread.name for thread in threading.enumerate() if not thread.daemon]
-        print(f"grpo-core: ended, although threads still run: {', '.join(threads[1:])}", file=sys.stderr)
+        threads = {thread.name for thread in threading.enumerate() if not thread.daemon} - {"MainThread"}
+        print("grpo-core: ended, although threads still run:", ", ".join(sorted(threads)), file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
-    os._exit(status or 0)
+    os._exit(status if isinstance(status, int) else bool(status))  # as sys.exit() takes it

@@ -316,12 +316,13 @@ class Simulation:
     # ------------------------------------------------------------------------------ all lives
 
     def run(self) -> Outcome:
-        lives, thrown = [], []
+        lives: list[str] = []
+        happened: set[str] = set()
         for number in range(1, self.most_lives + 1):
             faults = self.faults if number < self.most_lives else NONE
             self._dice = Dice(f"life/{self.seed}/{number}", faults)
-            thrown.append(self._dice)
             lives.append(self._live(number))
+            happened |= self._dice.happened
             self._tell(f"life {number}: {lives[-1]}")
             if self._violated() or lives[-1] == "finished":
                 break
@@ -336,7 +337,7 @@ class Simulation:
             story=tuple(self.story),
             seconds=self.seconds,
             weights=self._weights,
-            happened=frozenset().union(*(dice.happened for dice in thrown)),
+            happened=frozenset(happened),
         )
 
     @property

@@ -255,7 +255,7 @@ def _of_configuration(config: Config, host: PluginHost, gpus: Sequence[machine.G
         yield Check(name="configuration", found=about)
     path = config.model.path
     try:
-        odd = launch.check_model(config, host) + memory.slow_products(config, host)
+        odd = launch.check_model(config, host) + memory.slow_products(config, host, gpus)
     except ModelError as error:
         yield Check(name="model", found=path, status="problem", advice=str(error))
     else:

@@ -100,6 +100,7 @@ class Case:
 
     @cached_property
     def parameters(self) -> int:
+        """Number of the model's parameters."""
         return sum(map(prod, self.shapes.values()))
 
     @property
@@ -225,17 +226,20 @@ def checked(config: Config, host: PluginHost) -> list[str]:
     ]
 
 
-def slow_products(config: Config, host: PluginHost) -> list[str]:
+def slow_products(config: Config, host: PluginHost, gpus: Sequence[machine.Gpu] | None = None) -> list[str]:
     """Return warnings about a dtype of 16 bits that this processor computes slower than float32.
 
-    Of processors for x86, those with AVX512 alone have fast products of 16 bits in torch.
+    On x86, torch has fast products of 16 bits with AVX512 alone.
+
+    Args:
+        gpus: the GPUs of this machine; default: nvidia-smi is asked, if they matter.
     """
     features = files.PROCESSOR.read_text() if files.PROCESSOR.exists() else ""
     keys = {"model.dtype": config.model.dtype, "engine.options.dtype": making.engine_dtype(config.engine)}
     narrow = {key: dtype for key, dtype in keys.items() if dtype in ("bfloat16", "float16")}
     if not narrow or "flags" not in features or "avx512" in features:
         return []
-    case = Case(config, host, config.model.path, {}, machine.gpus())
+    case = Case(config, host, config.model.path, {}, machine.gpus() if gpus is None else gpus)
     if case.device != HOST or not case.trains_here:
         return []
     return [
@@ -449,7 +453,8 @@ def footprint(
 
     Raises ModelError if the configuration makes no model.
     """
-    import transformers.tokenization_utils_tokenizers  # noqa: F401 - imported by every process
+    with contextlib.suppress(ImportError):  # not public; every process imports it
+        import transformers.tokenization_utils_tokenizers  # noqa: F401
 
     main = resident()
     import torch  # noqa: F401 - imported by an engine
@@ -571,9 +576,10 @@ def _copies(config: Config, processes: Sequence[ProcessMemory]) -> Iterator[Memo
 def need(capacity: Capacity) -> str:
     """Describe the need of a run and the memory of a device in one clause."""
     memory = capacity.memory
+    place = "the host's memory" if capacity.device == HOST else f"GPU {capacity.device}"
     limit = f", the limit in {memory.limit}" if memory.limit else ""
     return (
-        f"the run needs at least {size(capacity.certain)} of {place(capacity.device)}, which has "
+        f"the run needs at least {size(capacity.certain)} of {place}, which has "
         f"{size(memory.available)} available (of {size(memory.total)}{limit})"
     )
 
@@ -595,10 +601,6 @@ def changes(processes: Sequence[ProcessMemory], device: str) -> str:
     """Return the changes that reduce the parts on a device, the largest parts first."""
     parts = sorted((part for _, part in parts_on(processes, device)), key=lambda part: -part.nbytes)
     return "; ".join(dict.fromkeys(part.change for part in parts if part.change))
-
-
-def place(device: str) -> str:
-    return "the host's memory" if device == HOST else f"GPU {device}"
 
 
 def size(nbytes: float) -> str:

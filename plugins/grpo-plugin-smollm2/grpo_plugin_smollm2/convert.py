@@ -26,7 +26,7 @@ def convert(weights: Path, directory: Path) -> None:
     tokenizer.model_max_length = POSITIONS
     read = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
     config = read.config
-    del config.quantization_config  # no longer quantised
+    vars(config).pop("quantization_config", None)  # no longer quantised
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(read.state_dict())
     model.generation_config.eos_token_id = tokenizer.eos_token_id
